@@ -1,0 +1,1 @@
+"""Small things without a home of their own that need nothing heavy."""

@@ -1,0 +1,5 @@
+"""Moves the actor's weights from the training layout into the engines' layout. Knows no engine, no model family."""
+
+from megarl.reshard.push import PushStats, WeightPush
+
+__all__ = ["PushStats", "WeightPush"]

@@ -1,0 +1,1 @@
+"""Composition root: the loop, the update, placement, guards and metrics."""
