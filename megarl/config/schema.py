@@ -31,7 +31,9 @@ class ModelConfig:
     """Path of a Jinja chat template; needed when the tokenizer has none."""
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "model.path", self.path, "is required", "give a Hugging Face folder")
+        require(
+            bool(self.path), "model.path", self.path, "is required", "give a Hugging Face folder"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,11 @@ class ParallelConfig:
             "needs parallel.tp > 1", "set parallel.tp=2 or parallel.sequence_parallel=false",
         )  # fmt: skip
         require(
-            self.cp == 1, "parallel.cp", self.cp, "is not implemented for packed sequences", "use parallel.cp=1"
+            self.cp == 1,
+            "parallel.cp",
+            self.cp,
+            "is not implemented for packed sequences",
+            "use parallel.cp=1",
         )
 
 
@@ -169,7 +175,11 @@ class AlgorithmConfig:
     clip_dual: float = 3.0
     """Dual clip for negative advantages: the loss is at most -clip_dual * advantage, > 1."""
     loss_aggregation: Literal[
-        "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
+        "token_mean",
+        "token_sum",
+        "seq_mean_token_sum",
+        "seq_mean_token_sum_norm",
+        "seq_mean_token_mean",
     ] = "token_mean"
     """How token losses become one number; denominators are counted over the whole minibatch."""
     kl_coef: float = 0.0
@@ -186,8 +196,16 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         require_range("algorithm.clip_low", self.clip_low, 0.0, 1.0)
         for name in ("clip_high", "kl_coef", "entropy_coef"):
-            require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), "must be >= 0", "use 0 or more")
-        require(self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "must be > 1", "3.0 is usual")
+            require(
+                getattr(self, name) >= 0,
+                f"algorithm.{name}",
+                getattr(self, name),
+                "must be >= 0",
+                "use 0 or more",
+            )
+        require(
+            self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "must be > 1", "3.0 is usual"
+        )
         for name in ("num_epochs", "num_minibatches"):
             require_positive(f"algorithm.{name}", getattr(self, name))
 
@@ -222,7 +240,13 @@ class OptimConfig:
         for name in ("beta1", "beta2"):
             require_range(f"optim.{name}", getattr(self, name), 0.0, 1.0)
         for name in ("num_warmup_steps", "weight_decay"):
-            require(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "must be >= 0", "use 0 or more")
+            require(
+                getattr(self, name) >= 0,
+                f"optim.{name}",
+                getattr(self, name),
+                "must be >= 0",
+                "use 0 or more",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,11 +275,23 @@ class TrainerConfig:
     """torch threads of a rank on CPU; None: cores / ranks on this machine."""
 
     def __post_init__(self) -> None:
-        require(bool(self.output_dir), "trainer.output_dir", self.output_dir, "is required", "give a new folder")
+        require(
+            bool(self.output_dir),
+            "trainer.output_dir",
+            self.output_dir,
+            "is required",
+            "give a new folder",
+        )
         for name in ("num_steps", "prompts_per_step", "max_tokens_per_microbatch"):
             require_positive(f"trainer.{name}", getattr(self, name))
         for name in ("eval_every", "num_dump_samples"):
-            require(getattr(self, name) >= 0, f"trainer.{name}", getattr(self, name), "must be >= 0", "use 0 or more")
+            require(
+                getattr(self, name) >= 0,
+                f"trainer.{name}",
+                getattr(self, name),
+                "must be >= 0",
+                "use 0 or more",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +330,13 @@ class SftTrainerConfig:
     """torch threads of a rank on CPU; None: cores / ranks on this machine."""
 
     def __post_init__(self) -> None:
-        require(bool(self.output_dir), "trainer.output_dir", self.output_dir, "is required", "give a new folder")
+        require(
+            bool(self.output_dir),
+            "trainer.output_dir",
+            self.output_dir,
+            "is required",
+            "give a new folder",
+        )
         for name in ("num_steps", "rows_per_step", "max_tokens_per_microbatch", "max_tokens"):
             require_positive(f"trainer.{name}", getattr(self, name))
 

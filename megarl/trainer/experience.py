@@ -14,7 +14,8 @@ import torch
 from megarl.algorithms import ADVANTAGES
 from megarl.data import assign, pack
 from megarl.parallel import all_agree, exchange, gather_lists
-from megarl.rollout import SamplingParams, SharedCounter, WeightSyncError, dispatch
+from megarl.rollout import SamplingParams, WeightSyncError
+from megarl.rollout.dispatch import SharedCounter, dispatch
 from megarl.trainer.setup import Run
 from megarl.types import FinishReason, Prompt, Sample, SampleGroup, TrainBatch
 

@@ -8,6 +8,7 @@ import torch
 
 from megarl.common.timing import PhaseTimer
 from megarl.rollout import SamplingParams
+from megarl.rollout.seeds import derive_seed
 from megarl.trainer.console import progress_line
 from megarl.trainer.evaluate import evaluate
 from megarl.trainer.experience import Experience, assemble, generate, score, set_advantages
@@ -59,7 +60,7 @@ def sampling(run: Run) -> SamplingParams:
 
 def step_seed(run: Run, step: int) -> int:
     """A stream of draws of its own for every step."""
-    return run.config.rollout.seed * 1_000_003 + step
+    return derive_seed(run.config.rollout.seed, step)
 
 
 def sync_weights(run: Run, *, must_change: bool) -> None:

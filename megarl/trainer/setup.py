@@ -23,7 +23,7 @@ from megarl.models import MegatronModel
 from megarl.parallel import ParallelDims, ParallelGroups, World, all_agree
 from megarl.reshard import WeightPush
 from megarl.rewards import Reward, create_reward
-from megarl.rollout import RolloutEngine, create_engine, engine_class
+from megarl.rollout import RolloutEngine, create_engine, digest, engine_class, engine_weight_layout
 from megarl.trainer.metrics import MetricWriter
 
 __all__ = ["Replica", "Run", "build_run", "dims_of", "set_threads_and_seed"]
@@ -128,7 +128,7 @@ def build_run(config: TrainConfig, world: World, output_dir: Path) -> Run:
         )
     replica = _build_replica(config, world)
     engine = _start_engine(config, world, replica)
-    push = _build_push(config, world, replica, engine, actor, hf_config)
+    push = _build_push(config, world, replica, engine, actor)
     diff = config.rollout.max_log_prob_diff
     return Run(
         config=config, world=world, groups=groups, replica=replica, tokenizer=tokenizer,
@@ -187,27 +187,25 @@ def _start_engine(config: TrainConfig, world: World, replica: Replica) -> Rollou
     def start() -> RolloutEngine | None:
         if not replica.is_leader:
             return None
-        threads = threads_per_rank(world, config.trainer.num_threads)
+        tp = config.rollout.tp
+        on_cuda = world.device.type == "cuda"
         return create_engine(
-            config.rollout, model_path=config.model.path, dtype=config.model.dtype, device=world.device,
-            seed=config.rollout.seed + replica.index, num_threads=threads,
+            config.rollout, model_path=config.model.path, dtype=config.model.dtype,
+            devices=range(world.local_rank, world.local_rank + tp) if on_cuda else None,
+            num_threads=threads_per_rank(world, config.trainer.num_threads) * tp,
+            seed=config.rollout.seed + replica.index,
         )  # fmt: skip
 
     return all_agree("starting the rollout engines", start)
 
 
 def _build_push(
-    config: TrainConfig,
-    world: World,
-    replica: Replica,
-    engine: RolloutEngine | None,
-    actor: MegatronModel,
-    hf_config: dict[str, Any],
+    config: TrainConfig, world: World, replica: Replica, engine: RolloutEngine | None, actor: MegatronModel
 ) -> WeightPush:
-    cls = engine_class(config.rollout.engine)
     return WeightPush(
         actor.weight_layout(),
-        cls.layout(hf_config, tp=config.rollout.tp, tp_rank=replica.tp_rank),
-        replica_group=replica.group, engine=engine, export_shard=cls.export_shard, digest=cls.digest,
+        engine_weight_layout(config.rollout, model_path=config.model.path, tp_rank=replica.tp_rank),
+        replica_group=replica.group, engine=engine,
+        export_shard=engine_class(config.rollout).export_shard, digest=digest,
         dtype=getattr(torch, config.model.dtype), device=world.device,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from megarl.models import MegatronModel
 from megarl.parallel import ParallelGroups, World, all_agree, init_world
 from megarl.trainer.failure import leave, run_guarded
 from megarl.trainer.metrics import MetricWriter, Reducer, combine, masked_mean, reduce_values, to_floats
-from megarl.trainer.run import open_run_dir
+from megarl.trainer.rundir import open_run_dir
 from megarl.trainer.setup import build_groups, set_threads_and_seed
 from megarl.types import Sample, TokenScores, TrainBatch
 

@@ -1,0 +1,151 @@
+"""JSON lines of a source -> prompt files in verl's schema, streaming. One `Source` per data set."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.data.parquet import write_prompt_rows
+from megarl.data.schema import DataError, PromptRow
+
+__all__ = ["Example", "Source", "as_number_text", "prepare", "require_text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One problem of a source."""
+
+    question: str
+    ground_truth: str
+    answer: str  # worked answer, the text `megarl sft` imitates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """How to read one data set."""
+
+    name: str
+    description: str  # what its JSON lines hold; shown by --help
+    default_suffix: str  # appended to each question: how to answer
+    read: Callable[
+        [dict[str, Any]], Example
+    ]  # raises DataError without file and line, which prepare adds
+
+
+def prepare(
+    source: Source, input_file: str | Path, output_dir: str | Path, *,
+    holdout: int = 100, suffix: str | None = None, system: str | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """Write train.parquet and, for holdout > 0, test.parquet with the last rows; returns {file name: rows}.
+
+    Args:
+        suffix: text after each question; None: the source's default.
+        system: content of a system message before it; None: no such message.
+
+    Raises:
+        DataError: bad input, named with file and line, or no more rows than `holdout`.
+    """
+    if holdout < 0:
+        raise DataError(f"holdout={holdout} must be >= 0; use 0 for no test file")
+    suffix = source.default_suffix if suffix is None else suffix
+    output = Path(output_dir)
+    held: deque[tuple[int, Example]] = deque()
+
+    def training_rows() -> Iterator[PromptRow]:
+        for index, example in enumerate(_iter_examples(source, Path(input_file))):
+            held.append((index, example))
+            if len(held) > holdout:
+                yield to_row(source, *held.popleft(), split="train", suffix=suffix, system=system)
+
+    rows = training_rows()
+    first = next(rows, None)
+    if first is None:
+        raise DataError(
+            f"{input_file}: has {len(held)} rows, none is left to train on; use holdout < {len(held)}"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+
+    def all_rows() -> Iterator[PromptRow]:
+        yield first
+        yield from rows
+
+    counts = {"train.parquet": write_prompt_rows(output / "train.parquet", all_rows())}
+    if held:
+        test = (to_row(source, i, e, split="test", suffix=suffix, system=system) for i, e in held)
+        counts["test.parquet"] = write_prompt_rows(output / "test.parquet", test)
+    return counts
+
+
+def to_row(
+    source: Source, index: int, example: Example, *, split: str, suffix: str, system: str | None
+) -> PromptRow:
+    """One row in verl's schema; extra_info keeps split, line index and the worked answer."""
+    messages = [{"role": "system", "content": system}] if system else []
+    return {
+        "data_source": f"megarl/{source.name}",
+        "prompt": [*messages, {"role": "user", "content": example.question + suffix}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": example.ground_truth},
+        "extra_info": {"split": split, "index": index, "answer": example.answer},
+    }
+
+
+def _iter_examples(source: Source, path: Path) -> Iterator[Example]:
+    """Examples of the non-blank lines of a JSON-lines file."""
+    if not path.is_file():
+        raise DataError(f"{path}: does not exist or is not a file; give a local JSON-lines file")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, line {number}: is not JSON ({error}); correct the line"
+                ) from None
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"{path}, line {number}: is no JSON object; expected {source.description}"
+                )
+            try:
+                yield source.read(record)
+            except DataError as error:
+                raise DataError(
+                    f"{path}, line {number}: {error}; {source.name} expects {source.description}"
+                ) from None
+
+
+def require_text(record: dict[str, Any], key: str) -> str:
+    """record[key] as non-blank text. Raises DataError."""
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{key}={value!r} must be text")
+    return value.strip()
+
+
+def as_number_text(value: object, key: str) -> str:
+    """A JSON number or its text as a plain numeral: 43.0 -> "43", "1,200" -> "1200". Raises DataError."""
+    if isinstance(value, str):
+        value = _to_number(value.replace(",", "").strip())
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or value != value
+        or abs(value) == float("inf")
+    ):
+        raise DataError(f"{key}={value!r} must be a number")
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _to_number(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
