@@ -1,4 +1,4 @@
-"""The command line. A setting that cannot work ends the process with status 2 before torch is imported."""
+"""The command line. Settings that cannot work end it with status 2 before torch is imported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SOURCE_NAMES = ("arithmetic", "gsm8k", "mawps")  # megarl.data.prepare.SOURCES,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for a failed run, 2 for bad settings or data."""
+    """Run one command; returns the exit status: 0, 1 failed, 2 bad settings or data."""
     args = _parser().parse_args(argv)
     try:
         run: Callable[[argparse.Namespace], int] = args.run
@@ -95,7 +95,7 @@ def _prepare(args: argparse.Namespace) -> int:
     try:
         counts = prepare(
             SOURCES[args.name], args.input, args.output,
-            holdout=args.holdout, suffix=args.suffix, system=args.system,
+            holdout=args.holdout, suffix=args.suffix, system=args.system, shots=args.shots,
         )  # fmt: skip
     except (DataError, OSError) as error:
         return _refuse(ValueError(str(error)))
@@ -116,7 +116,7 @@ def _demo_assets(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megarl",
-        description="Reinforcement learning for language models: Megatron trains, SGLang generates.",
+        description="Reinforcement learning for language models with Megatron and SGLang.",
     )
     parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -153,19 +153,22 @@ def _add_run_command(
     command = commands.add_parser(
         name,
         help=f"{what}; start it with torchrun for several ranks",
-        description=f"{what.capitalize()} as a YAML file says. The file holds what differs from the defaults;\n"
-        "key=value on the command line wins over the file.",
+        description=f"{what.capitalize()} as a YAML file says, which holds what differs from the\n"
+        "defaults; key=value on the command line wins over the file.",
         epilog=f"example:\n  torchrun --nproc-per-node 2 -m megarl {name} {example} \\\n"
-        "    model.path=my/model 'data.train_files=[my/train.parquet]' trainer.output_dir=runs/1\n\n"
+        "    model.path=my/model 'data.train_files=[my/train.parquet]' "
+        "trainer.output_dir=runs/1\n\n"
         f"`megarl config {name}` prints every key with its type, default and meaning.\n"
         "Exit status: 0 done, 2 a setting cannot work, else the run failed.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("config", metavar="CONFIG.yaml", help="the settings")
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value",
+        "overrides",
+        nargs="*",
+        metavar="key=value",
         help="settings that win over the file, e.g. optim.lr=1e-6; the value is read as YAML",
-    )  # fmt: skip
+    )
     command.add_argument("--check", action="store_true", help="check the settings and stop")
     command.set_defaults(run=run)
 
@@ -174,7 +177,7 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     command = commands.add_parser(
         "prepare",
         help="turn a local JSON-lines data set into Parquet prompt files",
-        description="Write train.parquet and test.parquet (the last --holdout rows) in verl's schema.",
+        description="Write train.parquet and test.parquet (last --holdout rows) in verl's schema.",
     )
     command.add_argument("name", choices=_SOURCE_NAMES, help="data set")
     command.add_argument("--input", required=True, metavar="FILE", help="JSON-lines file")
@@ -193,6 +196,11 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     command.add_argument(
         "--system", metavar="TEXT", help="system message before each question; default: none"
+    )
+    command.add_argument(
+        "--shots",
+        metavar="FILE",
+        help="JSON lines of question and answer, shown as earlier turns; default: none",
     )
     command.set_defaults(run=_prepare)
 

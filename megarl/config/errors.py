@@ -6,7 +6,7 @@ __all__ = ["ConfigError", "require", "require_positive", "require_range"]
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names key, value, rule and remedy; the CLI exits with status 2."""
+    """A setting that cannot work, said by key, value, rule and remedy; the CLI exits with 2."""
 
 
 def require(condition: bool, key: str, value: object, rule: str, remedy: str) -> None:
@@ -25,6 +25,4 @@ def require_range(
     """low <= value <= high; with `open_low`, low < value."""
     inside = (low < value if open_low else low <= value) and value <= high
     bracket = "(" if open_low else "["
-    require(
-        inside, key, value, f"must be in {bracket}{low}, {high}]", f"use a number in that range"
-    )
+    require(inside, key, value, f"must be in {bracket}{low}, {high}]", "use a number in that range")

@@ -1,7 +1,7 @@
 """YAML file + `key=value` overrides -> a frozen config. The only module that knows OmegaConf.
 
-Strict: an unknown key, a value of another type and a failing rule are all reported, each with its key,
-before anything heavy is imported. Interpolation (`${trainer.seed}`, `${oc.env:HOME}`) works.
+Strict: an unknown key, a value of another type and a failing rule are all reported, each with its
+key, before anything heavy is imported. Interpolation (`${trainer.seed}`, `${oc.env:HOME}`) works.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: Sequence[str
         overrides: `section.key=value`; the value is read as YAML.
 
     Raises:
-        ConfigError: everything that is wrong, one line each: file, syntax, unknown keys, types, rules.
+        ConfigError: everything that is wrong, one line each: file, syntax, unknown keys, types,
+            rules.
     """
     given = _read_file(Path(path))
     for override in overrides:
@@ -84,14 +85,14 @@ def load_config(schema: type[ConfigT], path: str | Path, overrides: Sequence[str
 
 
 def resolved_yaml(config: TrainConfig | SftConfig) -> str:
-    """Every setting with its final value, as YAML that `load_config` reads back to an equal config."""
+    """Every setting with its final value, as YAML that `load_config` reads back equal."""
     # Escaped, because a literal "${" in a value would be read back as an interpolation.
     return str(OmegaConf.to_yaml(OmegaConf.create(_escape(asdict(config)))))
 
 
 def sections_of(schema: type[TrainConfig] | type[SftConfig]) -> dict[str, type[Any]]:
     """{section name: its dataclass}, in order."""
-    return {name: hint for name, hint in get_type_hints(schema).items()}
+    return dict(get_type_hints(schema))
 
 
 def _escape(value: Any) -> Any:
@@ -168,13 +169,14 @@ def _unknown_keys(plain: Any, sections: dict[str, type[Any]]) -> list[str]:
             if field_name not in valid:
                 hint = _suggest(name, str(field_name), known)
                 errors.append(
-                    f"unknown key {name}.{field_name}{hint}; valid keys of {name}: {', '.join(valid)}"
+                    f"unknown key {name}.{field_name}{hint}; valid keys of {name}: "
+                    f"{', '.join(valid)}"
                 )
     return errors
 
 
 def _suggest(section: str, field_name: str, known: list[str]) -> str:
-    """Closest key of the section; else the closest of all keys and of other products' words for them."""
+    """Closest key of the section, else of all keys and of other products' words for them."""
     fields_of = {key.split(".")[1]: key for key in known if key.startswith(f"{section}.")}
     words = {other: key for other, key in _OTHER_WORDS.items() if key in known}
     anywhere = words | {key.split(".")[1]: key for key in known}

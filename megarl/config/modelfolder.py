@@ -1,6 +1,7 @@
 """What a Hugging Face folder says about a model, read with json only.
 
-Owns the checks that a folder can be trained: files present, architecture supported. Loads no weight.
+Owns the checks that a folder can be trained: files present, architecture supported. Loads no
+weight.
 """
 
 from __future__ import annotations
@@ -72,9 +73,12 @@ def read_model_shape(model: ModelConfig) -> ModelShape:
 def _check_chat_template(model: ModelConfig, folder: Path) -> None:
     if model.chat_template is not None:
         require(
-            Path(model.chat_template).is_file(), "model.chat_template", model.chat_template, "does not exist",
+            Path(model.chat_template).is_file(),
+            "model.chat_template",
+            model.chat_template,
+            "does not exist",
             "give the path of a Jinja file, or null for the tokenizer's own",
-        )  # fmt: skip
+        )
         return
     own = any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json"))
     tokenizer_config = folder / "tokenizer_config.json"
@@ -83,7 +87,8 @@ def _check_chat_template(model: ModelConfig, folder: Path) -> None:
             own = bool(json.loads(tokenizer_config.read_text()).get("chat_template"))
         except (ValueError, OSError) as error:
             raise ConfigError(
-                f"model.path={model.path!r} has an unreadable tokenizer_config.json: {error}; copy it again"
+                f"model.path={model.path!r} has an unreadable tokenizer_config.json: {error}; copy "
+                "it again"
             ) from None
     require(
         own,

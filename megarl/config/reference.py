@@ -1,4 +1,4 @@
-"""The reference of all settings, generated from the schema: key, type, default, and the string under the field."""
+"""The reference of all settings, from the schema: key, type, default, string under the field."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import inspect
 import textwrap
 from dataclasses import MISSING, fields
-from functools import cache
 from typing import Any, get_type_hints
 
 from megarl.config.load import sections_of
@@ -16,8 +15,7 @@ from megarl.config.typecheck import describe_type
 __all__ = ["field_docs", "reference_markdown", "reference_text"]
 
 
-@cache
-def field_docs(cls: type[Any]) -> dict[str, str]:
+def field_docs(cls: type) -> dict[str, str]:
     """{field: the string literal under it in the source}."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef), "the source of a class"
@@ -30,6 +28,10 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
         ):
             docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return docs
+
+
+def _doc(cls: type) -> str:
+    return " ".join((cls.__doc__ or "").split())
 
 
 def _rows(cls: type[Any]) -> list[tuple[str, str, str, str]]:
@@ -53,7 +55,7 @@ def reference_text(schema: type[TrainConfig] | type[SftConfig]) -> str:
     """Every key for a terminal."""
     lines: list[str] = []
     for section, cls in sections_of(schema).items():
-        lines += [f"{section}: {inspect.getdoc(cls)}"]
+        lines += [f"{section}: {_doc(cls)}"]
         for name, kind, default, doc in _rows(cls):
             lines += [f"  {section}.{name}={default}  ({kind})"]
             lines += textwrap.wrap(doc, 100, initial_indent="      ", subsequent_indent="      ")
@@ -65,14 +67,16 @@ def reference_markdown() -> str:
     """docs/configuration.md: both commands, one table per section."""
     lines = [
         "# Configuration reference", "",
-        "Generated from `megarl/config/schema.py`; do not edit. A YAML file holds what differs from these",
-        "defaults; `section.key=value` on the command line wins over the file. `megarl train CONFIG.yaml --check`",
+        "Generated from `megarl/config/schema.py`; do not edit. A YAML file holds what differs "
+        "from these",
+        "defaults; `section.key=value` on the command line wins over the file. `megarl train "
+        "CONFIG.yaml --check`",
         "checks a file without running it.", "",
     ]  # fmt: skip
     for command, schema in (("train", TrainConfig), ("sft", SftConfig)):
         lines += [f"## megarl {command}", ""]
         for section, cls in sections_of(schema).items():
-            lines += [f"### {section}", "", inspect.getdoc(cls) or "", ""]
+            lines += [f"### {section}", "", _doc(cls), ""]
             lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
             for row in _rows(cls):
                 name, kind, default, doc = (cell.replace("|", "\\|") for cell in row)

@@ -1,7 +1,8 @@
 """Every setting of megarl, its default, unit and valid range. The only place that has defaults.
 
-The string under a field is its reference documentation. Rules on one section stand in its __post_init__;
-rules across sections in config/validate.py. Importing this module imports neither torch nor anything heavy.
+The string under a field is its reference documentation. Rules on one section stand in its
+__post_init__; rules across sections in config/validate.py. Importing this module imports neither
+torch nor anything heavy.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class RolloutConfig:
     """Generation: engine, its layout and the sampling."""
 
     engine: Literal["sglang", "hf"] = "sglang"
-    """sglang: SGLang, on CPU and GPU. hf: in-process Hugging Face generate, for debugging (tp=1 only)."""
+    """sglang: on CPU and GPU. hf: in-process Hugging Face generate, for debugging (tp=1 only)."""
     tp: int = 1
     """Tensor parallel size of one engine replica; number of replicas = number of ranks / tp."""
     num_samples: int = 8
@@ -97,7 +98,7 @@ class RolloutConfig:
     max_running_requests: int = 64
     """Responses generated at once by one replica, >= 1."""
     max_total_tokens: int = 32768
-    """Tokens of KV cache of one replica on CPU; on CUDA see memory_frac. >= longest prompt + response."""
+    """KV cache of one replica on CPU, tokens, >= longest prompt + response; CUDA: memory_frac."""
     memory_frac: float = 0.6
     """Share of GPU memory for weights and KV cache of the engine (CUDA only), in (0, 1)."""
     context_length: int | None = None
@@ -107,11 +108,19 @@ class RolloutConfig:
     generate_timeout_s: float = 1800.0
     """Limit for one step's generation on one replica, seconds."""
     max_log_prob_diff: float | None = None
-    """Stop when a token's |engine - trainer log-prob| is above this; None: 1e-3 for float32, off for bfloat16."""
+    """Stop when a token's |engine - trainer log-prob| is above; None: 1e-3 in float32, else off."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "num_samples", "max_new_tokens", "max_running_requests", "max_total_tokens",
-                     "start_timeout_s", "generate_timeout_s", "temperature"):  # fmt: skip
+        for name in (
+            "tp",
+            "num_samples",
+            "max_new_tokens",
+            "max_running_requests",
+            "max_total_tokens",
+            "start_timeout_s",
+            "generate_timeout_s",
+            "temperature",
+        ):
             require_positive(f"rollout.{name}", getattr(self, name))
         require_range("rollout.top_p", self.top_p, 0.0, 1.0, open_low=True)
         require_range("rollout.memory_frac", self.memory_frac, 0.0, 1.0, open_low=True)
@@ -127,7 +136,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Prompt files in verl's Parquet schema: data_source, prompt, reward_model.ground_truth, extra_info."""
+    """Prompt files in verl's Parquet schema: data_source, prompt, reward_model, extra_info."""
 
     train_files: list[str] = field(default_factory=list)
     """Parquet files to train on. Required."""
@@ -183,7 +192,7 @@ class AlgorithmConfig:
     ] = "token_mean"
     """How token losses become one number; denominators are counted over the whole minibatch."""
     kl_coef: float = 0.0
-    """Weight of the KL to the frozen reference in the loss, >= 0; 0: no reference model is loaded."""
+    """Weight of the KL to the frozen reference in the loss, >= 0; 0: no reference is loaded."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of that KL (Schulman, http://joschu.net/blog/kl-approx.html)."""
     entropy_coef: float = 0.0
@@ -262,7 +271,7 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = 4096
     """Packed tokens of a micro-batch; >= longest prompt + response."""
     eval_every: int = 0
-    """Greedy evaluation on data.val_files every so many steps; 0: only before the first and after the last."""
+    """Steps between greedy evaluations on data.val_files; 0: only at the start and the end."""
     num_dump_samples: int = 4
     """Samples written to samples.jsonl per step, >= 0."""
     save_final: bool = True
@@ -343,7 +352,7 @@ class SftTrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """`megarl sft`: supervised warm start. Rows are prompt files whose extra_info.answer is the text to imitate."""
+    """`megarl sft`: supervised warm start; extra_info.answer of a row is the text to imitate."""
 
     model: ModelConfig
     parallel: ParallelConfig

@@ -1,4 +1,4 @@
-"""Does a YAML value fit the type of a field? Pure functions over type hints; nothing is converted silently.
+"""Does a YAML value fit the type of a field? Pure functions over type hints.
 
 The only conversion is an integer where a number with decimals is expected.
 """

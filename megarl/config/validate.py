@@ -1,6 +1,7 @@
 """Rules across sections: layout against model and ranks, limits against each other, files, names.
 
-Pure reading: nothing is created, no process group and no torch. A rule on one section alone is in schema.py.
+Pure reading: nothing is created, no process group and no torch. A rule on one section alone is in
+schema.py.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def validate_train(config: TrainConfig, *, world_size: int) -> ResolvedDims:
 
 
 def validate_sft(config: SftConfig, *, world_size: int) -> ResolvedDims:
-    """Check every rule of `megarl sft` that needs more than one section; errors as in validate_train."""
+    """Check every rule of `megarl sft` across sections; errors as in validate_train."""
     shape = read_model_shape(config.model)
     _check_training_layout(config.parallel, shape)
     dims = _resolve_dims(config.parallel, world_size, num_replicas=0)
@@ -74,14 +75,20 @@ def validate_sft(config: SftConfig, *, world_size: int) -> ResolvedDims:
         f"use at most {shape.max_positions}",
     )  # fmt: skip
     require(
-        config.data.max_prompt_tokens <= trainer.max_tokens or config.data.overlong_prompt == "drop",
-        "data.max_prompt_tokens", config.data.max_prompt_tokens,
-        f"exceeds trainer.max_tokens={trainer.max_tokens}", f"use at most {trainer.max_tokens}",
-    )  # fmt: skip
+        config.data.max_prompt_tokens <= trainer.max_tokens
+        or config.data.overlong_prompt == "drop",
+        "data.max_prompt_tokens",
+        config.data.max_prompt_tokens,
+        f"exceeds trainer.max_tokens={trainer.max_tokens}",
+        f"use at most {trainer.max_tokens}",
+    )
     require(
-        not config.data.val_files, "data.val_files", config.data.val_files, "is not used by megarl sft",
+        not config.data.val_files,
+        "data.val_files",
+        config.data.val_files,
+        "is not used by megarl sft",
         "remove it; `megarl train` evaluates",
-    )  # fmt: skip
+    )
     _check_files(config.data)
     _check_output_dir(trainer.output_dir)
     return dims
@@ -113,7 +120,8 @@ def _check_reward_options(reward: RewardConfig) -> None:
         key = f"reward.options.{option}"
         if option not in known:
             raise ConfigError(
-                f"unknown key {key}{did_you_mean(option, known)}; valid options of {reward.name}: {', '.join(known)}"
+                f"unknown key {key}{did_you_mean(option, known)}; valid options of {reward.name}: "
+                f"{', '.join(known)}"
             )
         valid = known[option]
         rule = "is not a valid choice" + did_you_mean(str(value), valid)
@@ -130,9 +138,12 @@ def _check_training_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
         rule = f"does not divide {name}={size}"
         require(size % parallel.tp == 0, "parallel.tp", parallel.tp, rule, _listing(valid))
     require(
-        shape.num_layers % parallel.pp == 0, "parallel.pp", parallel.pp,
-        f"does not divide num_hidden_layers={shape.num_layers}", _listing(_divisors(shape.num_layers)),
-    )  # fmt: skip
+        shape.num_layers % parallel.pp == 0,
+        "parallel.pp",
+        parallel.pp,
+        f"does not divide num_hidden_layers={shape.num_layers}",
+        _listing(_divisors(shape.num_layers)),
+    )
 
 
 def _resolve_dims(parallel: ParallelConfig, world_size: int, *, num_replicas: int) -> ResolvedDims:
@@ -171,9 +182,12 @@ def _check_rollout_layout(config: TrainConfig, shape: ModelShape, world_size: in
     ):
         require(size % tp == 0, "rollout.tp", tp, f"does not divide {name}={size}", _listing(valid))
     require(
-        fits_kv_heads(tp), "rollout.tp", tp,
-        f"neither divides nor is divided by num_key_value_heads={shape.num_kv_heads}", _listing(valid),
-    )  # fmt: skip
+        fits_kv_heads(tp),
+        "rollout.tp",
+        tp,
+        f"neither divides nor is divided by num_key_value_heads={shape.num_kv_heads}",
+        _listing(valid),
+    )
     require(
         world_size % tp == 0, "rollout.tp", tp, f"does not divide the number of ranks {world_size}",
         _listing([d for d in valid if world_size % d == 0]),

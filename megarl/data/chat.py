@@ -37,15 +37,18 @@ def load_tokenizer(
             tokenizer.chat_template = Path(chat_template).read_text()
         except OSError as error:
             raise ConfigError(
-                f"model.chat_template={chat_template!r} cannot be read ({error.strerror}); give a Jinja file"
+                f"model.chat_template={chat_template!r} cannot be read ({error.strerror}); give a "
+                "Jinja file"
             ) from None
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"model.path={str(path)!r} has a tokenizer without a chat template; set model.chat_template=PATH"
+            f"model.path={str(path)!r} has a tokenizer without a chat template; set "
+            "model.chat_template=PATH"
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"model.path={str(path)!r} has a tokenizer without eos_token; set it in tokenizer_config.json"
+            f"model.path={str(path)!r} has a tokenizer without eos_token; set it in "
+            "tokenizer_config.json"
         )
     return tokenizer
 

@@ -1,7 +1,7 @@
-"""Samples -> packed micro-batches: who trains on which sample (assign), and the tensors (pack). Pure.
+"""Samples -> packed micro-batches: who trains on which (assign), and the tensors (pack). Pure.
 
-Data path: after rewards, before log-probs and the update. The assignment needs only lengths, so every rank
-computes it alike; tokens then move to their rank and are packed there.
+Data path: after rewards, before log-probs and the update. The assignment needs only lengths, so
+every rank computes it alike; tokens then move to their rank and are packed there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Assignment", "assign", "pack"]
 class Assignment:
     """Micro-batches of each data-parallel rank; the same number on every rank, >= 1.
 
-    `parts[dp][m]` holds ascending positions in the given lengths. It is empty where a rank has fewer samples
-    than micro-batches: `pack` makes padding of it.
+    `parts[dp][m]` holds ascending positions in the given lengths. It is empty where a rank has
+    fewer samples than micro-batches: `pack` makes padding of it.
     """
 
     parts: list[list[list[int]]]
@@ -41,8 +41,8 @@ def assign(
 ) -> Assignment:
     """Spread samples over data-parallel ranks and micro-batches.
 
-    Ranks get nearly equal cost (`sequence_cost`); then as few micro-batches as first-fit-decreasing needs on
-    the fullest rank, of nearly equal cost within each rank.
+    Ranks get nearly equal cost (`sequence_cost`); then as few micro-batches as first-fit-decreasing
+    needs on the fullest rank, of nearly equal cost within each rank.
 
     Args:
         lengths: [N] tokens of each sample, >= 1.
@@ -59,7 +59,8 @@ def assign(
         if length > capacity:
             raise DataError(
                 f"sample {position} has {length} tokens, a micro-batch holds {capacity}; raise "
-                "trainer.max_tokens_per_microbatch or lower data.max_prompt_tokens or rollout.max_new_tokens"
+                "trainer.max_tokens_per_microbatch or lower data.max_prompt_tokens or "
+                "rollout.max_new_tokens"
             )
     costs = [sequence_cost(n, hidden_size) for n in lengths]
     ranks = karmarkar_karp(costs, num_parts)
@@ -81,7 +82,7 @@ def assign(
 
 
 def _padded(num_tokens: int, multiple: int) -> int:
-    """Tokens after padding. An empty micro-batch has `multiple` tokens, two at least: attention needs a key."""
+    """Tokens after padding; an empty micro-batch has `multiple` of them, two at least."""
     return -(-num_tokens // multiple) * multiple if num_tokens else max(2, multiple)
 
 

@@ -1,4 +1,7 @@
-"""Parquet files of prompts: streaming read with checks, atomic streaming write. The only module with pyarrow."""
+"""Parquet files of prompts: streaming read with checks, atomic streaming write.
+
+The only module with pyarrow.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +87,9 @@ def _check_columns(path: Path, parquet: pq.ParquetFile, *, needs_truth: bool) ->
 def write_prompt_rows(path: str | Path, rows: Iterable[PromptRow]) -> int:
     """Write rows in verl's schema and return their number; the file appears whole or not at all.
 
-    Rows hold data_source, prompt, ability, reward_model {style, ground_truth} and extra_info; the fields of
-    extra_info are those of the first rows. Raises DataError for no rows or rows that differ in type.
+    Rows hold data_source, prompt, ability, reward_model {style, ground_truth} and extra_info; the
+    fields of extra_info are those of the first rows. Raises DataError for no rows or rows that
+    differ in type.
     """
     path = Path(path)
     rows = iter(rows)

@@ -20,8 +20,8 @@ __all__ = ["PromptDataset", "PromptOrder"]
 class PromptDataset(Sequence[Prompt]):
     """All prompts of some files, tokenised.
 
-    `Prompt.row` counts the rows of all files in order, dropped ones included, so it names a row of the
-    files whatever the limit. `num_dropped` counts the rows longer than the limit.
+    `Prompt.row` counts the rows of all files in order, dropped ones included, so it names a row of
+    the files whatever the limit. `num_dropped` counts the rows longer than the limit.
     """
 
     def __init__(
@@ -37,10 +37,12 @@ class PromptDataset(Sequence[Prompt]):
 
         Args:
             max_prompt_tokens: limit of a prompt, chat template included.
-            check_ground_truth: rule of the reward, raises ValueError; None: rows need no ground truth.
+            check_ground_truth: rule of the reward, raises ValueError; None: rows need no ground
+                truth.
 
         Raises:
-            DataError: a file or row breaks a rule, a row is too long with overlong="error", or none is left.
+            DataError: a file or row breaks a rule, a row is too long with overlong="error", or none
+                is left.
         """
         self.num_dropped = 0
         self._prompts: list[Prompt] = []
@@ -92,10 +94,10 @@ def _make_prompt(number: int, prompt_ids: list[int], row: PromptRow) -> Prompt:
 
 
 class PromptOrder:
-    """Which rows each step takes: full batches, each row exactly once per epoch, the same on every rank.
+    """Which rows each step takes: full batches, each row once per epoch, alike on every rank.
 
-    When an epoch ends inside a batch, the batch is filled from the next epoch with rows it does not hold yet;
-    the rows passed over come right after it. So no row is twice in a batch.
+    When an epoch ends inside a batch, the batch is filled from the next epoch with rows it does not
+    hold yet; the rows passed over come right after it. So no row is twice in a batch.
     """
 
     def __init__(
@@ -105,11 +107,18 @@ class PromptOrder:
         if num_rows < prompts_per_step:
             raise DataError(
                 f"the data has {num_rows} rows, fewer than the {prompts_per_step} a step takes; "
-                f"use at most {num_rows} per step (trainer.prompts_per_step or trainer.rows_per_step) or more data"
+                f"use at most {num_rows} per step (trainer.prompts_per_step or "
+                "trainer.rows_per_step) or more data"
             )
         self._identity = {
-            "num_rows": num_rows, "prompts_per_step": prompts_per_step, "shuffle": shuffle, "seed": seed
-        }  # fmt: skip
+            "num_rows": num_rows,
+            "prompts_per_step": prompts_per_step,
+            "shuffle": shuffle,
+            "seed": seed,
+        }
+        self._epoch = self._position = 0
+        self._order: list[int] = []
+        self._carried: list[int] = []
         self._start_epoch(0, [])
 
     @property
@@ -132,15 +141,19 @@ class PromptOrder:
     def state_dict(self) -> dict[str, Any]:
         """Position after the last batch, JSON-serialisable."""
         return {
-            **self._identity, "epoch": self._epoch, "position": self._position, "carried": list(self._carried)
-        }  # fmt: skip
+            **self._identity,
+            "epoch": self._epoch,
+            "position": self._position,
+            "carried": list(self._carried),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch `state` was taken at. Raises DataError if the data or settings differ."""
+        """Continue after the batch of `state`. Raises DataError if data or settings differ."""
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"the order was saved with {key}={state.get(key)!r}, now it is {value!r}; restore it"
+                    f"the order was saved with {key}={state.get(key)!r}, now it is {value!r}; "
+                    "restore it"
                 )
         self._start_epoch(state["epoch"], state["carried"])
         self._position = state["position"]
@@ -157,4 +170,5 @@ class PromptOrder:
             head = [row for row in order if row not in held][:missing]
             taken = set(head)
             order = head + [row for row in order if row not in taken]
-        self._epoch, self._order, self._position, self._carried = epoch, order, 0, list(carried)
+        self._epoch, self._order = epoch, order
+        self._position, self._carried = 0, list(carried)

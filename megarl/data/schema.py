@@ -33,14 +33,16 @@ def check_row(
 
     Args:
         where: names file and row in errors.
-        check_ground_truth: the reward's own rule, raises ValueError; None: no ground truth is needed.
+        check_ground_truth: the reward's own rule, raises ValueError; None: no ground truth is
+            needed.
 
     Raises:
         DataError: a column breaks a rule.
     """
     if not isinstance(row.get("data_source"), str) or not row["data_source"]:
         raise DataError(
-            f"{where}, column data_source: {row.get('data_source')!r} must be text; name the data set"
+            f"{where}, column data_source: {row.get('data_source')!r} must be text; name the data "
+            "set"
         )
     _check_messages(row.get("prompt"), where)
     truth = _ground_truth(row, where, is_required=check_ground_truth is not None)
@@ -49,7 +51,8 @@ def check_row(
             check_ground_truth(truth)
         except ValueError as error:
             raise DataError(
-                f"{where}, column reward_model.ground_truth: {error}; correct the row or use another reward.name"
+                f"{where}, column reward_model.ground_truth: {error}; correct the row or use "
+                "another reward.name"
             ) from None
     return {
         **row,

@@ -29,4 +29,4 @@ class Reward(ABC):
 
     @abstractmethod
     def check_ground_truth(self, ground_truth: str) -> None:
-        """Raise ValueError, saying value and rule, if this reward cannot use a row's ground truth."""
+        """Raise ValueError with value and rule if this reward cannot use a row's ground truth."""

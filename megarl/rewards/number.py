@@ -17,9 +17,9 @@ Method = Literal["strict", "flexible"]
 class NumberReward(Reward):
     """1 for the right number, `format_reward` for a wrong one, 0 for none.
 
-    strict: the number right after the last `####`, however long the text goes on. flexible: the last number
-    of the text. What counts as a number: megarl.rewards.numerals. Values are compared as exact fractions,
-    so 18, 18.0 and 36/2 are equal and 0.1 + 0.2 plays no tricks.
+    strict: the number right after the last `####`, however long the text goes on. flexible: the
+    last number of the text. What counts as a number: megarl.rewards.numerals. Values are compared
+    as exact fractions, so 18, 18.0 and 36/2 are equal and 0.1 + 0.2 plays no tricks.
     """
 
     def __init__(self, *, method: Method = "strict", format_reward: float = 0.0) -> None:
@@ -56,7 +56,7 @@ class NumberReward(Reward):
         if self.method == "flexible":
             return last_numeral(text), "no readable number"
         # A closing `####` with nothing behind it, as in a Markdown heading, marks no answer.
-        before, marker, answer = text.rstrip("# \t\r\n").rpartition("####")
+        _, marker, answer = text.rstrip("# \t\r\n").rpartition("####")
         if not marker:
             return None, "no number after ####"
         return leading_numeral(answer), "no single number right after the last ####"

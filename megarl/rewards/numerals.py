@@ -1,9 +1,10 @@
 """Numerals in text: find them and read them exactly, in time linear in the text.
 
-Read: integers and decimals, thousands separators, `.5`, a sign (also the Unicode minus), a currency sign,
-fractions `1/2`, exponents `1e3`. Trailing punctuation, `%` and units are ignored: `$1,234.50.` is 1234.5.
-Not read, because guessing would credit wrong answers: `1,2` and `1.2.3` (no thousands grouping), digits
-glued to a letter before them (`x2`), numerals of more than 100 characters, a zero denominator.
+Read: integers and decimals, thousands separators, `.5`, a sign (also the Unicode minus), a currency
+sign, fractions `1/2`, exponents `1e3`. Trailing punctuation, `%` and units are ignored:
+`$1,234.50.` is 1234.5. Not read, because guessing would credit wrong answers: `1,2` and `1.2.3` (no
+thousands grouping), digits glued to a letter before them (`x2`), numerals of more than 100
+characters, a zero denominator.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ __all__ = ["Numeral", "last_numeral", "leading_numeral", "parse_number"]
 
 _MAX_LENGTH = 100
 _MAX_EXPONENT = 100
-# U+2212 minus, U+FE63 small and U+FF0D full-width hyphen, U+2013 en dash, U+2011 hyphen: written for a minus
+# U+2212 minus, U+FE63 small and U+FF0D full-width hyphen, U+2013 en dash, U+2011 hyphen: written
+# for a minus
 _MINUS = str.maketrans(dict.fromkeys("\u2212\ufe63\uff0d\u2013\u2011", "-"))
 _NUMERAL = re.compile(
     r"""
     (?:(?<![\w)\]])(?P<sign>[-+]))?                 # after a word or bracket it is an operator
     (?:\\?[$\u20ac\u00a3\u00a5](?P<inner>[-+])?)?   # currency: $5, -$5, $-5
-    (?<![A-Za-z_0-9.,])(?P<run>[.,]*[0-9][0-9.,]*)  # entered only at its first character: linear time
+    (?<![A-Za-z_0-9.,])(?P<run>[.,]*[0-9][0-9.,]*)  # entered at its first character only: linear
     (?:[eE](?P<exponent>[-+]?[0-9]+))?
     (?:[ ]?/[ ]?(?P<denominator>[0-9][0-9.,]*))?
     """,
@@ -33,7 +35,8 @@ _READABLE = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+(?:\.[0-9]*
 _OPENING = re.compile(r"(?:[\s*_`~(\[{:=]|\\boxed|\\[(\[])*")
 # A second numeral right after the first: a sum, a list, a range or "5 or 6" is no single answer
 _CONTINUES = re.compile(
-    r"[ \t]*(?:(?:[-+*/x\u00d7\u00f7=^:,;&|]|or\b|and\b|to\b)[ \t]*)*\\?[$\u20ac\u00a3\u00a5]?\.?[0-9]"
+    r"[ \t]*(?:(?:[-+*/x\u00d7\u00f7=^:,;&|]|or\b|and\b|to\b)[ "
+    r"\t]*)*\\?[$\u20ac\u00a3\u00a5]?\.?[0-9]"
 )
 
 
@@ -95,7 +98,8 @@ def last_numeral(text: str) -> Numeral | None:
 def leading_numeral(text: str) -> Numeral | None:
     """The numeral the text begins with, Markdown, brackets and `\\boxed{` aside.
 
-    None if there is none, if it cannot be read, or if another follows directly (`1 2`, `3 + 4`, `5 or 6`).
+    None if there is none, if it cannot be read, or if another follows directly (`1 2`, `3 + 4`, `5
+    or 6`).
     """
     text = _normalise(text)
     text = text[_OPENING.match(text).end() :]  # type: ignore[union-attr]  # matches the empty string too

@@ -14,7 +14,6 @@ import pickle
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,13 +51,6 @@ __all__ = ["SGLangEngine"]
 _PREFIX_TOKENS = 32  # prompts at least this long are prefilled once for all their samples
 _CONTROL_TIMEOUT_S = 600.0  # limit of a weight, memory or report call
 _MEMORY_TAGS = ("weights", "kv_cache")
-
-
-@dataclass
-class _Push:
-    """An open weight push."""
-
-    ledger: PushLedger
 
 
 class SGLangEngine(RolloutEngine):
@@ -99,7 +91,9 @@ class SGLangEngine(RolloutEngine):
             self._layouts = [sglang_weight_layout(hf_config, self.tp, r) for r in range(self.tp)]
         except ValueError as error:
             raise RolloutError(str(error)) from error
-        self._push: _Push | None = None
+        context = config.context_length or int(hf_config["max_position_embeddings"])
+        self._longest = context if devices is not None else min(context, config.max_total_tokens)
+        self._push: PushLedger | None = None
         self._is_stale = False
         self._asleep: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
@@ -182,7 +176,13 @@ class SGLangEngine(RolloutEngine):
     async def _complete(
         self, request: GenerationRequest, sampling: SamplingParams
     ) -> tuple[int, list[Completion]]:
-        """All samples of one prompt."""
+        """All samples of one prompt. SGLang may end a response up to 2 tokens before the context is full."""
+        longest = len(request.prompt_ids) + sampling.max_new_tokens
+        if not request.prompt_ids or longest > self._longest:
+            raise RolloutError(
+                f"prompt {request.key} has {len(request.prompt_ids)} tokens; with max_new_tokens="
+                f"{sampling.max_new_tokens} it must have 1 to {self._longest - sampling.max_new_tokens}"
+            )
         shared = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -238,7 +238,7 @@ class SGLangEngine(RolloutEngine):
             raise WeightSyncError("generation is running; finish or abort it before a weight push")
         self._session(BeginWeightUpdateReqInput())
         self._is_stale = True
-        self._push = _Push(PushLedger(self._layouts, self.dtype))
+        self._push = PushLedger(self._layouts, self.dtype)
 
     def update_weights(self, shards: Sequence[dict[str, torch.Tensor | bytes]]) -> None:
         if self._push is None:
@@ -248,7 +248,7 @@ class SGLangEngine(RolloutEngine):
         payloads = []
         for rank, shard in enumerate(shards):
             parsed = {k: read_shard(v) if isinstance(v, bytes) else v for k, v in shard.items()}
-            self._push.ledger.add(rank, parsed)
+            self._push.add(rank, parsed)
             payloads.append(_pack(parsed))
         for report in self._call_loader(INSTALL, payloads):
             if not report["ok"]:
@@ -259,7 +259,7 @@ class SGLangEngine(RolloutEngine):
             raise WeightSyncError("no weight push is open; call begin_update first")
         push, self._push = self._push, None
         self._session(EndWeightUpdateReqInput())
-        push.ledger.require_complete()
+        push.require_complete()
         flushed = self._run(self._process.manager.flush_cache(), "flushing its cache")
         if not flushed.success:
             raise WeightSyncError("SGLang did not drop its cached prefixes after the push")

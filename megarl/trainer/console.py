@@ -46,7 +46,7 @@ def curve(steps: Sequence[int], values: Sequence[float], title: str) -> str:
     plotext.plot(list(steps), list(values), marker="*")
     plotext.title(title)
     plotext.ylim(0.0, max(1.0, *values))
-    return str(plotext.build())
+    return str(plotext.uncolorize(plotext.build()))
 
 
 def write_summary(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,16 @@ class Source:
 def prepare(
     source: Source, input_file: str | Path, output_dir: str | Path, *,
     holdout: int = 100, suffix: str | None = None, system: str | None = None,
+    shots: str | Path | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """Write train.parquet and, for holdout > 0, test.parquet with the last rows; returns {file name: rows}.
+    """Write train.parquet and, for holdout > 0, test.parquet; returns {file name: rows}.
 
     Args:
+        holdout: how many of the last rows go to test.parquet.
         suffix: text after each question; None: the source's default.
         system: content of a system message before it; None: no such message.
+        shots: JSON lines of {"question": ..., "answer": ...}, shown as earlier turns before each
+            question.
 
     Raises:
         DataError: bad input, named with file and line, or no more rows than `holdout`.
@@ -52,6 +56,8 @@ def prepare(
     if holdout < 0:
         raise DataError(f"holdout={holdout} must be >= 0; use 0 for no test file")
     suffix = source.default_suffix if suffix is None else suffix
+    opening = [{"role": "system", "content": system}] if system else []
+    opening += _read_shots(Path(shots)) if shots else []
     output = Path(output_dir)
     held: deque[tuple[int, Example]] = deque()
 
@@ -59,13 +65,14 @@ def prepare(
         for index, example in enumerate(_iter_examples(source, Path(input_file))):
             held.append((index, example))
             if len(held) > holdout:
-                yield to_row(source, *held.popleft(), split="train", suffix=suffix, system=system)
+                yield to_row(source, *held.popleft(), split="train", suffix=suffix, opening=opening)
 
     rows = training_rows()
     first = next(rows, None)
     if first is None:
         raise DataError(
-            f"{input_file}: has {len(held)} rows, none is left to train on; use holdout < {len(held)}"
+            f"{input_file}: has {len(held)} rows, none is left to train on; "
+            f"use holdout < {len(held)}"
         )
     output.mkdir(parents=True, exist_ok=True)
 
@@ -75,27 +82,55 @@ def prepare(
 
     counts = {"train.parquet": write_prompt_rows(output / "train.parquet", all_rows())}
     if held:
-        test = (to_row(source, i, e, split="test", suffix=suffix, system=system) for i, e in held)
+        test = (to_row(source, i, e, split="test", suffix=suffix, opening=opening) for i, e in held)
         counts["test.parquet"] = write_prompt_rows(output / "test.parquet", test)
     return counts
 
 
 def to_row(
-    source: Source, index: int, example: Example, *, split: str, suffix: str, system: str | None
+    source: Source,
+    index: int,
+    example: Example,
+    *,
+    split: str,
+    suffix: str,
+    opening: Sequence[dict[str, str]] = (),
 ) -> PromptRow:
-    """One row in verl's schema; extra_info keeps split, line index and the worked answer."""
-    messages = [{"role": "system", "content": system}] if system else []
+    """One row in verl's schema, `opening` messages first; extra_info keeps the worked answer."""
     return {
         "data_source": f"megarl/{source.name}",
-        "prompt": [*messages, {"role": "user", "content": example.question + suffix}],
+        "prompt": [*opening, {"role": "user", "content": example.question + suffix}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": example.ground_truth},
         "extra_info": {"split": split, "index": index, "answer": example.answer},
     }
 
 
+def _read_shots(path: Path) -> list[dict[str, str]]:
+    """Turns of a user who asks and an assistant who answers."""
+    turns: list[dict[str, str]] = []
+    for number, record in _iter_records(path, '{"question": ..., "answer": ...}'):
+        try:
+            turns.append({"role": "user", "content": require_text(record, "question")})
+            turns.append({"role": "assistant", "content": require_text(record, "answer")})
+        except DataError as error:
+            raise DataError(f"{path}, line {number}: {error}") from None
+    return turns
+
+
 def _iter_examples(source: Source, path: Path) -> Iterator[Example]:
     """Examples of the non-blank lines of a JSON-lines file."""
+    for number, record in _iter_records(path, source.description):
+        try:
+            yield source.read(record)
+        except DataError as error:
+            raise DataError(
+                f"{path}, line {number}: {error}; {source.name} expects {source.description}"
+            ) from None
+
+
+def _iter_records(path: Path, description: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of the non-blank lines of a JSON-lines file."""
     if not path.is_file():
         raise DataError(f"{path}: does not exist or is not a file; give a local JSON-lines file")
     with path.open("rb") as lines:
@@ -109,15 +144,8 @@ def _iter_examples(source: Source, path: Path) -> Iterator[Example]:
                     f"{path}, line {number}: is not JSON ({error}); correct the line"
                 ) from None
             if not isinstance(record, dict):
-                raise DataError(
-                    f"{path}, line {number}: is no JSON object; expected {source.description}"
-                )
-            try:
-                yield source.read(record)
-            except DataError as error:
-                raise DataError(
-                    f"{path}, line {number}: {error}; {source.name} expects {source.description}"
-                ) from None
+                raise DataError(f"{path}, line {number}: is no JSON object; expected {description}")
+            yield number, record
 
 
 def require_text(record: dict[str, Any], key: str) -> str:
@@ -129,7 +157,7 @@ def require_text(record: dict[str, Any], key: str) -> str:
 
 
 def as_number_text(value: object, key: str) -> str:
-    """A JSON number or its text as a plain numeral: 43.0 -> "43", "1,200" -> "1200". Raises DataError."""
+    """A number or its text as a plain numeral, 43.0 -> "43", "1,200" -> "1200"; else DataError."""
     if isinstance(value, str):
         value = _to_number(value.replace(",", "").strip())
     if (

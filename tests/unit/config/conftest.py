@@ -11,7 +11,9 @@ import pytest
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Callable[..., Path]:
-    """make(**config.json entries) -> a folder that passes every check; weights and tokenizer are stand-ins."""
+    """make(**config.json entries) -> a folder that passes every check; weights and tokenizer are
+    stand-ins.
+    """
 
     def make(**changes: object) -> Path:
         folder = tmp_path / "model"

@@ -35,10 +35,19 @@ def test_file_overrides_and_defaults_are_merged_in_this_order(tmp_path: Path) ->
 
 def test_override_values_are_read_as_yaml(empty_yaml: Path) -> None:
     config = load_config(
-        TrainConfig, empty_yaml,
-        [*REQUIRED, "optim.lr=3e-5", "parallel.dp=null", "data.shuffle=false", "rollout.stop_token_ids=[1, 2]",
-         "reward.options.method=flexible", "model.path=a=b", "rollout.temperature=1"],
-    )  # fmt: skip
+        TrainConfig,
+        empty_yaml,
+        [
+            *REQUIRED,
+            "optim.lr=3e-5",
+            "parallel.dp=null",
+            "data.shuffle=false",
+            "rollout.stop_token_ids=[1, 2]",
+            "reward.options.method=flexible",
+            "model.path=a=b",
+            "rollout.temperature=1",
+        ],
+    )
     assert config.optim.lr == 3e-5
     assert config.parallel.dp is None
     assert config.data.shuffle is False
@@ -60,10 +69,17 @@ def test_interpolation_takes_values_of_other_sections_and_of_the_environment(
 ) -> None:
     monkeypatch.setenv("RUNS", "/runs")
     config = load_config(
-        TrainConfig, empty_yaml,
-        [*REQUIRED, "trainer.seed=5", "data.seed=${trainer.seed}", "trainer.output_dir=${oc.env:RUNS}/1",
-         "rollout.num_samples=${trainer.prompts_per_step}", "reward.options.method=${model.dtype}"],
-    )  # fmt: skip
+        TrainConfig,
+        empty_yaml,
+        [
+            *REQUIRED,
+            "trainer.seed=5",
+            "data.seed=${trainer.seed}",
+            "trainer.output_dir=${oc.env:RUNS}/1",
+            "rollout.num_samples=${trainer.prompts_per_step}",
+            "reward.options.method=${model.dtype}",
+        ],
+    )
     assert config.data.seed == 5
     assert config.trainer.output_dir == "/runs/1"
     assert config.rollout.num_samples == 8  # the default of the other key
@@ -88,8 +104,10 @@ def test_resolved_yaml_loads_back_to_an_equal_config(tmp_path: Path, empty_yaml:
 def test_misspelt_key_is_refused_with_a_suggestion_and_the_valid_keys(empty_yaml: Path) -> None:
     message = refused(empty_yaml, "trainer.num_step=3")
     assert message == (
-        "unknown key trainer.num_step (did you mean trainer.num_steps?); valid keys of trainer: output_dir, "
-        "num_steps, prompts_per_step, max_tokens_per_microbatch, eval_every, num_dump_samples, save_final, seed, "
+        "unknown key trainer.num_step (did you mean trainer.num_steps?); valid keys of trainer: "
+        "output_dir, "
+        "num_steps, prompts_per_step, max_tokens_per_microbatch, eval_every, num_dump_samples, "
+        "save_final, seed, "
         "device, num_threads"
     )
 
@@ -145,23 +163,40 @@ def test_unknown_key_in_a_yaml_file_is_refused_too(tmp_path: Path) -> None:
         ("optim.lr=.nan", "optim.lr=nan must be a number; it is float"),
         ("optim.lr=.inf", "optim.lr=inf must be a number; it is float"),
         ("data.shuffle=1", "data.shuffle=1 must be true or false; it is int"),
-        ("trainer.output_dir=no", "trainer.output_dir=False must be text; quote it: trainer.output_dir='\"False\"'"),
-        ("data.val_files=b.parquet",
-         "data.val_files='b.parquet' must be a list of texts; use data.val_files=[b.parquet]"),
-        ("rollout.stop_token_ids=[a]", "rollout.stop_token_ids=['a'] must be a list of integers; it is list"),
+        (
+            "trainer.output_dir=no",
+            "trainer.output_dir=False must be text; quote it: trainer.output_dir='\"False\"'",
+        ),
+        (
+            "data.val_files=b.parquet",
+            "data.val_files='b.parquet' must be a list of texts; use data.val_files=[b.parquet]",
+        ),
+        (
+            "rollout.stop_token_ids=[a]",
+            "rollout.stop_token_ids=['a'] must be a list of integers; it is list",
+        ),
         ("reward.options=strict", "reward.options='strict' must be a mapping; it is str"),
-        ("model.dtype=bfloat",
-         "model.dtype='bfloat' must be one of float32, bfloat16 (did you mean bfloat16?); use model.dtype=float32"),
+        (
+            "model.dtype=bfloat",
+            "model.dtype='bfloat' must be one of float32, bfloat16 (did you mean bfloat16?); use "
+            "model.dtype=float32",
+        ),
         ("model=foo", "model='foo' must be a section of key: value lines, e.g. model: {...}"),
-        ("parallel.tp=${nope}", "parallel.tp=${nope}: Interpolation key 'nope' not found; correct the interpolation"),
+        (
+            "parallel.tp=${nope}",
+            "parallel.tp=${nope}: Interpolation key 'nope' not found; correct the interpolation",
+        ),
         ("parallel.tp=${optim.lr}", "parallel.tp=1e-06 must be an integer; it is float"),
-        ("parallel.tp=[1", "parallel.tp=[1 is not YAML: did not find expected ',' or ']'; quote or close it"),
+        (
+            "parallel.tp=[1",
+            "parallel.tp=[1 is not YAML: did not find expected ',' or ']'; quote or close it",
+        ),
         ("tp", "override 'tp' must read section.key=value, e.g. trainer.num_steps=100"),
         ("=3", "override '=3' must read section.key=value, e.g. trainer.num_steps=100"),
         ("parallel.tp=0", "parallel.tp=0 must be > 0; use a positive number"),
         ("rollout.top_p=0", "rollout.top_p=0.0 must be in (0.0, 1.0]; use a number in that range"),
     ],
-)  # fmt: skip
+)
 def test_wrong_value_names_key_value_rule_and_remedy(
     empty_yaml: Path, override: str, message: str
 ) -> None:
@@ -215,7 +250,8 @@ def test_loading_a_config_imports_nothing_heavy(empty_yaml: Path) -> None:
     code = (
         "import sys\nfrom megarl.config import TrainConfig, load_config, resolved_yaml\n"
         f"resolved_yaml(load_config(TrainConfig, {str(empty_yaml)!r}, {REQUIRED!r}))\n"
-        "print([m for m in ('torch', 'numpy', 'transformers', 'megatron', 'sglang', 'pyarrow') if m in sys.modules])"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'megatron', 'sglang', 'pyarrow') if "
+        "m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
