@@ -1,9 +1,10 @@
 """linear_log_prob: vocabulary-parallel, token-chunked, recomputed in the backward pass.
 
-With z = hidden weight^T / temperature, m = max_j z_j, Z = sum_j exp(z_j - m), lse = m + log Z, p = exp(z - lse):
+With z = hidden weight^T / temperature, m = max_j z_j, Z = sum_j exp(z_j - m), lse = m + log Z and
+p = exp(z - lse), all centred so that a common shift of z cancels:
 
     log_prob = (z_target - m) - log Z
-    entropy  = log Z - sum_j exp(z_j - m) (z_j - m) / Z          (centred: a common shift of z cancels)
+    entropy  = log Z - sum_j exp(z_j - m) (z_j - m) / Z
     d log_prob / d z_j = [j = target] - p_j
     d entropy  / d z_j = -p_j (log p_j + entropy)
 
@@ -20,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 __all__ = ["linear_log_prob"]
 
-# A chunk's logits: 2^24 float32 numbers, 64 MiB. Large enough for the matrix products to run at full
-# speed, small enough to be re-used from one chunk to the next.
+# A chunk's logits: 2^24 float32 numbers, 64 MiB. Large enough for the matrix products to run at
+# full speed, small enough to be re-used from one chunk to the next.
 MAX_CHUNK_LOGITS = 2**24
 
 
@@ -40,28 +41,37 @@ def linear_log_prob(
 
     Args:
         hidden: [T, H], floating point; the same on every rank of `group`.
-        weight: [V_tp, H], this rank's rows vocab_start .. vocab_start + V_tp of the output matrix; same dtype.
+        weight: [V_tp, H], this rank's rows vocab_start .. vocab_start + V_tp of the output matrix;
+            same dtype.
         targets: [T] int64, ids in [0, vocab_size); the same on every rank.
         temperature: > 0.
         vocab_start: first row of this rank.
-        vocab_size: V, number of real rows over all ranks; rows from V on are padding and do not take part.
+        vocab_size: V, number of real rows over all ranks; rows from V on are padding and do not
+            take part.
             None: vocab_start + V_tp, which is right for one rank only.
         group: ranks that hold the other rows; None: there are none.
         with_entropy: False returns zeros for the entropy and saves its cost.
 
     Returns:
         (log_probs [T], entropy [T]), float32 (float64 for float64 inputs), natural logarithm, both
-        differentiable. The gradient for `hidden` is this rank's share: the sum over `group` is the gradient.
+        differentiable. The gradient for `hidden` is this rank's share: the sum over `group` is the
+        gradient.
 
     Raises:
         ValueError: shapes, dtypes or temperature do not fit.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.size(1) != weight.size(1):
-        raise ValueError(f"hidden {tuple(hidden.shape)} must be [T, H], weight {tuple(weight.shape)} [V_tp, H]")
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} must be [T, H], weight {tuple(weight.shape)} [V_tp, H]"
+        )
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
-        raise ValueError(f"targets {tuple(targets.shape)} {targets.dtype} must be [{hidden.size(0)}] int64")
+        raise ValueError(
+            f"targets {tuple(targets.shape)} {targets.dtype} must be [{hidden.size(0)}] int64"
+        )
     if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype}, weight is {weight.dtype}; they must have one dtype")
+        raise ValueError(
+            f"hidden is {hidden.dtype}, weight is {weight.dtype}; they must have one dtype"
+        )
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be > 0")
     if group is not None and group.size() == 1:
@@ -71,9 +81,10 @@ def linear_log_prob(
             raise ValueError("vocab_size is required when the vocabulary is split over a group")
         vocab_size = vocab_start + weight.size(0)
     num_rows = min(max(vocab_size - vocab_start, 0), weight.size(0))
-    return _LinearLogProb.apply(
+    scores: tuple[torch.Tensor, torch.Tensor] = _LinearLogProb.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperature, vocab_start, num_rows, group, with_entropy
     )
+    return scores
 
 
 def _chunk_size(vocab_tp: int) -> int:
@@ -101,7 +112,9 @@ class _LinearLogProb(torch.autograd.Function):
             torch.zeros(num_tokens, dtype=dtype, device=hidden.device) for _ in range(3)
         )
         logits_of = _Logits(hidden, rows, temperature, dtype, _chunk_size(weight.size(0)))
-        for part in _chunks(num_tokens, weight.size(0)):  # V_tp: equal on all ranks, as are the collectives
+        for part in _chunks(
+            num_tokens, weight.size(0)
+        ):  # V_tp: equal on all ranks, as are the collectives
             z = logits_of(part)
             top = z.amax(-1) if num_rows else z.new_full((z.size(0),), -torch.inf)
             if group is not None:
@@ -135,9 +148,11 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         rows = weight[: ctx.num_rows]
-        grad_log_probs = torch.zeros_like(lse) if grad_log_probs is None else grad_log_probs / ctx.temperature
-        # The entropy is mostly a metric. Its gradient costs two passes over the logits, so a zero one,
-        # which is what stacking it with log_probs leaves, is worth looking for.
+        grad_log_probs = (
+            torch.zeros_like(lse) if grad_log_probs is None else grad_log_probs / ctx.temperature
+        )
+        # The entropy is mostly a metric. Its gradient costs two passes over the logits, so a zero
+        # one, which is what stacking it with log_probs leaves, is worth looking for.
         has_entropy = ctx.with_entropy and grad_entropy is not None and bool(grad_entropy.any())
         slope = grad_entropy / ctx.temperature if has_entropy else None
         grad_hidden = torch.zeros_like(hidden)
@@ -158,16 +173,21 @@ class _LinearLogProb(torch.autograd.Function):
             torch.mm(dz, rows, out=grad_hidden[part])
             if weight.dtype == lse.dtype:
                 grad_weight[: ctx.num_rows].addmm_(dz.t(), hidden[part])
-            else:  # sum the chunks in float32: each product is rounded to the narrow dtype once only
+            else:  # chunks are summed in float32; each product is rounded to the narrow dtype once
                 grad_weight[: ctx.num_rows] += dz.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 class _Logits:
-    """Logits of a chunk of tokens over this rank's rows, in one re-used buffer where the dtype allows."""
+    """Logits of a chunk of tokens over this rank's rows, in one buffer where the dtype allows."""
 
     def __init__(
-        self, hidden: torch.Tensor, rows: torch.Tensor, temperature: float, dtype: torch.dtype, size: int
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        temperature: float,
+        dtype: torch.dtype,
+        size: int,
     ) -> None:
         self.hidden, self.rows, self.temperature, self.dtype = hidden, rows, temperature, dtype
         size = min(hidden.size(0), size)

@@ -75,10 +75,17 @@ def write_demo_assets(output: Path, *, seed: int = 0) -> dict[str, int]:
     sizes = {"test": 100, "train": 2000, "demonstrations": 2000}
     at = 0
     for name, size in sizes.items():
-        chosen = [p for pair in zip(gains[at : at + size // 2], losses[at : at + size // 2], strict=True) for p in pair]
+        chosen = [
+            p
+            for pair in zip(gains[at : at + size // 2], losses[at : at + size // 2], strict=True)
+            for p in pair
+        ]
         at += size // 2
         unreliable = name == "demonstrations"
-        rows = [_row(p, subtract=p.is_loss and not (unreliable and rng.random() < 2 / 3)) for p in chosen]
+        rows = [
+            _row(p, subtract=p.is_loss and not (unreliable and rng.random() < 2 / 3))
+            for p in chosen
+        ]
         _write_rows(output / f"{name}.parquet", rows, split=name)
     _write_model(output / "model", seed=seed)
     return sizes
@@ -120,7 +127,7 @@ def _write_model(folder: Path, *, seed: int) -> None:
     vocab = _write_tokenizer(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(vocab), hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        vocab_size=len(vocab), hidden_size=128, intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=vocab["<end>"], pad_token_id=vocab["<pad>"], initializer_range=0.05,
     )  # fmt: skip
@@ -132,7 +139,22 @@ def _write_tokenizer(folder: Path) -> dict[str, int]:
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<unk>", "<end>", "<user>", "<system>", "<assistant>"]
-    words = ["has", ".", "How", "many", "now", "?", "+", "-", "=", "####", *GAINS, *LOSSES, *NAMES, *OBJECTS]
+    words = [
+        "has",
+        ".",
+        "How",
+        "many",
+        "now",
+        "?",
+        "+",
+        "-",
+        "=",
+        "####",
+        *GAINS,
+        *LOSSES,
+        *NAMES,
+        *OBJECTS,
+    ]
     numbers = [str(n) for n in range(2 * MAX_NUMBER + 1)]
     vocab = {token: i for i, token in enumerate([*special, *words, *numbers])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
+from megarl.common.log import quiet_third_parties
 from megarl.config import (
     ConfigError,
     SftConfig,
@@ -26,13 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 EXIT_USAGE = 2
+PEER_GRACE_S = 0.5
 _SCHEMAS: dict[str, type[TrainConfig] | type[SftConfig]] = {"train": TrainConfig, "sft": SftConfig}
 _SOURCE_NAMES = ("arithmetic", "gsm8k", "mawps")  # megarl.data.prepare.SOURCES, which imports torch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 failed, 2 bad settings or data."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(_flags_first(sys.argv[1:] if argv is None else list(argv)))
     try:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)
@@ -43,10 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _flags_first(argv: list[str]) -> list[str]:
+    """Let `train c.yaml --check a=1` work: argparse takes no positional after a flag in between."""
+    if argv[:1] not in (["train"], ["sft"]):
+        return argv
+    return [argv[0], *sorted(argv[1:], key=lambda word: not word.startswith("-"))]
+
+
 def _refuse(error: ValueError) -> int:
     """Say what is wrong once per job: under torchrun every rank finds the same."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"megarl: {error}", file=sys.stderr)
+        print(f"megarl: {error}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends all ranks when the first one fails: let rank 0 speak before that.
+        time.sleep(PEER_GRACE_S)
     return EXIT_USAGE
 
 
@@ -59,6 +72,7 @@ def _train(args: argparse.Namespace) -> int:
     dims = validate_train(config, world_size=_world_size())
     if args.check:
         return _report_valid(args.config, dims)
+    quiet_third_parties()
     from megarl.trainer.run import train
 
     return train(config)
@@ -69,6 +83,7 @@ def _sft(args: argparse.Namespace) -> int:
     dims = validate_sft(config, world_size=_world_size())
     if args.check:
         return _report_valid(args.config, dims)
+    quiet_third_parties()
     from megarl.trainer.sft import sft
 
     return sft(config)
@@ -89,6 +104,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
+    quiet_third_parties()
     from megarl.data import DataError
     from megarl.data.prepare import SOURCES, prepare
 
@@ -105,6 +121,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _demo_assets(args: argparse.Namespace) -> int:
+    quiet_third_parties()
     from megarl.cli.demo import write_demo_assets
 
     for name, count in write_demo_assets(Path(args.output), seed=args.seed).items():

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 
-__all__ = ["configure_logging", "get_logger"]
+__all__ = ["configure_logging", "get_logger", "quiet_third_parties"]
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -18,14 +18,19 @@ def configure_logging() -> None:
     """Send megarl's INFO of rank 0, and WARNING of every rank, to stderr. Call once in main()."""
     rank = int(os.environ.get("RANK", "0"))
     handler = logging.StreamHandler(sys.stderr)
-    where = "" if rank == 0 else f" rank {rank}"
+    where = "" if rank == 0 else f" [rank {rank}]"
     handler.setFormatter(logging.Formatter(f"%(asctime)s{where} %(message)s", datefmt="%H:%M:%S"))
     root = logging.getLogger("megarl")
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    # said at every import of megatron and torchao, whatever the user does
-    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
-    warnings.filterwarnings("ignore", message=".*Apex is not installed.*")
-    for name in ("torch.utils._pytree", "torchao"):
+
+
+def quiet_third_parties() -> None:
+    """Silence what megatron, torch.distributed and torchao say at every start, whatever the user does.
+
+    Call before importing them. Errors still show.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")
+    for name in ("torch.utils._pytree", "torchao", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)

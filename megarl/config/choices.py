@@ -1,6 +1,7 @@
 """Names the registries know, as data.
 
-Settings are checked before torch, and so the registries, are imported. A contract test keeps each list equal to its registry.
+Settings are checked before torch, and so the registries, are imported. A contract test keeps each
+list equal to its registry.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Core attention over packed sequences: causal within each segment of cu_seqlens, one module on both devices."""
+"""Core attention over packed sequences, causal within each segment; one module on both devices."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ except ImportError:
 __all__ = ["PackedAttention"]
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(MegatronModule):  # type: ignore[misc]  # untyped base
     """softmax(q k^T * scale) v within each packed sequence. Never builds a [T, T] mask."""
 
     def __init__(
@@ -35,7 +36,9 @@ class PackedAttention(MegatronModule):
         super().__init__(config)
         assert pg_collection is not None, "process groups are always passed explicitly"
         if pg_collection.cp.size() > 1:
-            raise NotImplementedError("packed attention has no context parallelism; use parallel.cp=1")
+            raise NotImplementedError(
+                "packed attention has no context parallelism; use parallel.cp=1"
+            )
         self.tp_group = pg_collection.tp  # read by MegatronModule.sharded_state_dict
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
@@ -68,12 +71,12 @@ class PackedAttention(MegatronModule):
                 query, key, value, cu_seqlens, cu_seqlens, longest, longest,
                 softmax_scale=self.scale, causal=True,
             )  # fmt: skip
-            return out.flatten(1)
+            return torch.flatten(out, 1)
         bounds = cu_seqlens.tolist()
-        lengths = [b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        lengths = [b - a for a, b in pairwise(bounds)]
         parts = [
             self._attend(q, k, v)
-            for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+            for q, k, v in zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
         ]
         return torch.cat(parts)
 

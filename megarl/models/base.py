@@ -1,7 +1,8 @@
-"""MegatronModel: one role's weights in the training layout, its pipeline schedule and its optimizer.
+"""MegatronModel: one role's weights in the training layout, pipeline schedule and optimizer.
 
-The one place where log-probs are shifted to the tokens they score. Losses arrive already divided by counts
-of the whole minibatch, so gradients are plain sums over micro-batches and data-parallel ranks.
+The one place where log-probs are shifted to the tokens they score. Losses arrive already divided by
+counts of the whole minibatch, so gradients are plain sums over micro-batches and data-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class MegatronModel:
         self.hf_config, self.groups, self.dims, self.device = hf_config, groups, groups.dims, device
         self.dtype: torch.dtype = gpt.config.params_dtype
         self.path = model.path
-        self.force_all_reduce = False  # True: every dp rank keeps whole gradients instead of its shard
+        self.force_all_reduce = (
+            False  # True: every dp rank keeps whole gradients instead of its shard
+        )
         self._gpt = gpt
         self._pgs: ProcessGroupCollection = process_groups(groups)
         self._head = install_log_prob_head(gpt, model_spec(hf_config).vocab_size)
@@ -69,7 +72,9 @@ class MegatronModel:
             gpt.requires_grad_(False)
             return
         gpt.config.finalize_model_grads_func = _sum_gradients
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
         self._ddp = DistributedDataParallel(gpt.config, settings, gpt, pg_collection=self._pgs)
         self._optimizer = Optimizer(optim, self._ddp, self._pgs, num_steps=num_steps)
 
@@ -90,8 +95,9 @@ class MegatronModel:
             model: Hugging Face folder, dtype and recomputation.
             groups: groups of the role; their dims are the layout.
             device: where weights and batches live.
-            trainable: optimizer settings; None: frozen, without gradients, DDP and optimizer. With an
-                optimizer, every rank of the job must build (megatron gathers over the world here).
+            trainable: optimizer settings; None: frozen, without gradients, DDP and optimizer. With
+                an optimizer, every rank of the job must build (megatron gathers over the world
+                here).
             num_steps: optimizer updates that the learning-rate schedule spans.
             seed: of megatron's random state; nothing random is used as there is no dropout.
 
@@ -105,7 +111,9 @@ class MegatronModel:
         gpt = build_gpt(hf_config, model, groups, device=device, seed=seed)
         layout = weight_layout(hf_config, groups.dims, groups.dims.rank(groups.coordinate))
         parameters = dict(gpt.named_parameters())
-        all_agree("loading weights", lambda: load_hf_weights(folder, layout, parameters), groups.role)
+        all_agree(
+            "loading weights", lambda: load_hf_weights(folder, layout, parameters), groups.role
+        )
         return cls(hf_config, model, groups, gpt, trainable, device=device, num_steps=num_steps)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
@@ -117,7 +125,12 @@ class MegatronModel:
         return weight_layout(self.hf_config, self.dims, self.dims.rank(self.groups.coordinate))
 
     def score(
-        self, batches: Sequence[TrainBatch], *, temperature: float, with_entropy: bool = False
+        self,
+        batches: Sequence[TrainBatch],
+        *,
+        temperature: float,
+        with_entropy: bool = False,
+        only_trained: bool = False,
     ) -> list[TokenScores]:
         """Log-probs (and entropy) of every token, without gradients.
 
@@ -125,13 +138,17 @@ class MegatronModel:
             batches: micro-batches of this dp rank, at least one; the same on its tp and pp ranks.
             temperature: divides the logits, > 0.
             with_entropy: False leaves the entropy 0 and saves its cost.
+            only_trained: score tokens where response_mask is not 0; the others get 0.
 
         Returns:
             One TokenScores per batch, the same on every tp and pp rank.
         """
         self._gpt.eval()
         with torch.no_grad():
-            scores = self._run(self._gpt, batches, None, temperature, with_entropy, forward_only=True)
+            scores = self._run(
+                self._gpt, batches, None, temperature, with_entropy,
+                forward_only=True, only_trained=only_trained,
+            )  # fmt: skip
         self._gpt.train()
         lengths = [b.num_tokens for b in batches]
         flat = torch.empty(2, sum(lengths), device=self.device)
@@ -140,28 +157,48 @@ class MegatronModel:
                 torch.cat([getattr(s, field) for s in scores], out=flat[row])
         if self.dims.pp > 1:
             dist.broadcast(flat, src=self._last_stage_rank, group=self.groups.pp)
-        return [TokenScores(log_probs=part[0], entropy=part[1]) for part in flat.split(lengths, dim=1)]
+        return [
+            TokenScores(log_probs=part[0], entropy=part[1])
+            for part in torch.split(flat, lengths, dim=1)
+        ]
 
     def forward_backward(
-        self, batches: Sequence[TrainBatch], loss_fn: LossFn, *, temperature: float, with_entropy: bool = True
+        self,
+        batches: Sequence[TrainBatch],
+        loss_fn: LossFn,
+        *,
+        temperature: float,
+        with_entropy: bool = True,
     ) -> list[dict[str, torch.Tensor]]:
         """Set the gradient to the sum over micro-batches and dp ranks of d loss / d weights.
 
+        Only tokens where response_mask is not 0 are scored; the others have log-prob and entropy 0.
+
         Args:
             batches: micro-batches of this dp rank, at least one; the same number on every dp rank.
-            loss_fn: (scores, batch) -> (scalar loss, small tensors to hand back). The loss is already divided
-                by what it should be divided by: nothing is averaged here. Runs on the last stage only.
+            loss_fn: (scores, batch) -> (scalar loss, small tensors to hand back). The loss is
+                already divided by what it should be divided by: nothing is averaged here. Runs on
+                the last stage only.
             temperature: divides the logits, > 0.
             with_entropy: False leaves scores.entropy 0 and saves its cost.
 
         Returns:
-            The second value of `loss_fn` per micro-batch of this dp rank, detached, the same on every tp and
-            pp rank.
+            The second value of `loss_fn` per micro-batch of this dp rank, detached, the same on
+            every tp and pp rank.
         """
-        assert self._ddp is not None and self._optimizer is not None, "the model was built frozen"
+        assert self._ddp is not None, "the model was built frozen"
+        assert self._optimizer is not None
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        results = self._run(self._ddp, batches, loss_fn, temperature, with_entropy, forward_only=False)
+        results = self._run(
+            self._ddp,
+            batches,
+            loss_fn,
+            temperature,
+            with_entropy,
+            forward_only=False,
+            only_trained=True,
+        )
         if self.dims.pp == 1:
             return results
         carried = [[{k: v.cpu() for k, v in r.items()} for r in results]]
@@ -174,10 +211,12 @@ class MegatronModel:
         return self._optimizer.step()
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder with the config and tokenizer of `model.path`."""
+        """Write a Hugging Face folder: these weights, config and tokenizer of `model.path`."""
         dims = self.dims
         replica = [
-            dims.rank(Coordinate(tp=tp, cp=0, dp=0, pp=pp)) for pp in range(dims.pp) for tp in range(dims.tp)
+            dims.rank(Coordinate(tp=tp, cp=0, dp=0, pp=pp))
+            for pp in range(dims.pp)
+            for tp in range(dims.tp)
         ]
         layouts = {rank: weight_layout(self.hf_config, dims, rank) for rank in replica}
         save_hf_weights(folder, self.path, layouts, self.named_parameters(), self.groups)
@@ -196,15 +235,20 @@ class MegatronModel:
         with_entropy: bool,
         *,
         forward_only: bool,
+        only_trained: bool,
     ) -> list[Any]:
-        """Run the pipeline schedule; on the last stage, scores or loss_fn's second value per micro-batch."""
+        """Run the schedule; on the last stage, scores or loss_fn's second value per micro-batch."""
         if not batches:
             raise ValueError("at least one micro-batch is needed on every data-parallel rank")
-        no_tokens = torch.zeros((), dtype=torch.int, device=self.device)  # the schedule counts; nothing uses it
+        no_tokens = torch.zeros(
+            (), dtype=torch.int, device=self.device
+        )  # the schedule counts; nothing uses it
 
-        def forward_step(batches: Iterator[TrainBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        def forward_step(
+            batches: Iterator[TrainBatch], module: torch.nn.Module
+        ) -> tuple[torch.Tensor, Any]:
             batch = next(batches).to(self.device)
-            output = self._forward(module, batch, temperature, with_entropy)
+            output = self._forward(module, batch, temperature, with_entropy, only_trained)
 
             def reduce(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
                 scores = _shift(output[0], batch.cu_seqlens)
@@ -218,33 +262,45 @@ class MegatronModel:
             return output, reduce
 
         schedule = get_forward_backward_func(pp_size=self.dims.pp, vp_size=None)
-        return schedule(
+        results: list[Any] = schedule(
             forward_step_func=forward_step, data_iterator=iter(batches), model=module,
             num_microbatches=len(batches), forward_only=forward_only,
             seq_length=1, micro_batch_size=1,  # both unused: shapes travel with the activations
-            p2p_communicator=self._p2p, pg_collection=self._pgs, force_all_reduce=self.force_all_reduce,
+            p2p_communicator=self._p2p, pg_collection=self._pgs,
+            force_all_reduce=self.force_all_reduce,
         )  # fmt: skip
+        return results
 
     def _forward(
-        self, module: torch.nn.Module, batch: TrainBatch, temperature: float, with_entropy: bool
+        self,
+        module: torch.nn.Module,
+        batch: TrainBatch,
+        temperature: float,
+        with_entropy: bool,
+        only_trained: bool,
     ) -> torch.Tensor:
         """[1, T, 2] scores of the next token on the last stage, hidden states on others."""
         tp = self.dims.tp
         if self.dims.sequence_parallel and batch.num_tokens % tp:
             raise ValueError(
-                f"sequence parallelism splits T={batch.num_tokens} over tp={tp}; pad the batch with a segment"
+                f"sequence parallelism splits T={batch.num_tokens} over tp={tp}; "
+                "pad the batch with a segment"
             )
         packed = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens,
             max_seqlen_q=batch.max_seqlen, max_seqlen_kv=batch.max_seqlen,
         )  # fmt: skip
         if self._head is not None:
-            # Position t predicts token t + 1. The last token of a segment predicts the next segment's first;
-            # that score is dropped by _shift.
+            # Position t predicts token t + 1. The last token of a segment predicts the next
+            # segment's first; that score is dropped by _shift.
+            trained = batch.response_mask.roll(-1).nonzero().squeeze(-1)
             self._head.request = HeadRequest(
-                targets=batch.input_ids.roll(-1), temperature=temperature, with_entropy=with_entropy
-            )
-        output = module(batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=packed)
+                targets=batch.input_ids.roll(-1), positions=trained if only_trained else None,
+                temperature=temperature, with_entropy=with_entropy,
+            )  # fmt: skip
+        output: torch.Tensor = module(
+            batch.input_ids[None], batch.position_ids[None], None, packed_seq_params=packed
+        )
         if self._head is not None:
             self._head.request = None
         return output

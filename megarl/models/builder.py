@@ -1,7 +1,7 @@
-"""Builds one role's GPTModel from a Hugging Face config, the role's process groups and our own layer spec.
+"""Builds one role's GPTModel from a Hugging Face config, process groups and our own layer spec.
 
-Groups are always passed: megatron's global parallel_state stays uninitialised, because a neutral one gives
-wrong numbers silently while an uninitialised one raises.
+Groups are always passed: megatron's global parallel_state stays uninitialised, because a neutral
+one gives wrong numbers silently while an uninitialised one raises.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["build_gpt", "process_groups"]
 
 
 def process_groups(groups: ParallelGroups) -> ProcessGroupCollection:
-    """The role's groups under megatron's names. There are no experts, so every ep group has one rank."""
+    """The role's groups under megatron's names. No experts: every ep group has one rank."""
     assert groups.dims.cp == 1, "the cp group stands in for the group of one below"
     return ProcessGroupCollection(
         tp=groups.tp, cp=groups.cp, dp=groups.dp, pp=groups.pp, mp=groups.tp_pp, dp_cp=groups.dp_cp,
@@ -95,9 +95,9 @@ def _prepare_globals(groups: ParallelGroups, seed: int) -> None:
     """The three process-wide things megatron needs besides groups."""
     cpu_compat.install()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()  # scratch space of sequence parallelism; not a group
-    # Recomputation and sequence parallelism fork this generator even though there is no dropout. On CPU it
-    # is torch's default one, which belongs to the trainer.
+        parallel_state._set_global_memory_buffer()  # scratch space, not a group
+    # Recomputation and sequence parallelism fork this generator even though there is no dropout. On
+    # CPU it is torch's default one, which belongs to the trainer.
     with torch.random.fork_rng(devices=[]):
         model_parallel_cuda_manual_seed(seed, tp_rank=groups.coordinate.tp, ep_rank=0, etp_rank=0)
 
@@ -112,7 +112,9 @@ def _transformer_config(
         extra["num_layers_in_first_pipeline_stage"] = split[0]
         extra["num_layers_in_last_pipeline_stage"] = split[-1]
     if model.recompute == "full":
-        extra.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        extra.update(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
     return TransformerConfig(
         **spec.transformer_kwargs(),
         **extra,
@@ -127,8 +129,8 @@ def _transformer_config(
         context_parallel_size=dims.cp,
         sequence_parallel=dims.sequence_parallel,
         variable_seq_lengths=True,  # micro-batches differ in T; stages tell each other the shape
-        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths demands it, also without experts
-        calculate_per_token_loss=True,  # DDP sums gradients; the loss is divided before (see base.py)
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths demands it, experts or not
+        calculate_per_token_loss=True,  # DDP sums; the loss is already divided (see base.py)
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,  # every weight comes from a checkpoint
         gradient_accumulation_fusion=False,

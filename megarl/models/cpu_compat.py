@@ -1,21 +1,25 @@
 """megatron-core 0.16 on CPU and gloo. `install()` does nothing when CUDA is available.
 
-megatron-core has no CPU device path: it names "cuda" in factory calls and asks torch.cuda for devices, random
-states and streams. Replacing torch's own functions would break other libraries silently (with torch.empty
-replaced, transformers 5 leaves RoPE frequencies uninitialised), so the `torch` global of each
-megatron.core module is replaced by a proxy instead. What the proxy and the three patches beyond it are for:
+megatron-core has no CPU device path: it names "cuda" in factory calls and asks torch.cuda for
+devices, random states and streams. Replacing torch's own functions would break other libraries
+silently (with torch.empty replaced, transformers 5 leaves RoPE frequencies uninitialised), so the
+`torch` global of each megatron.core module is replaced by a proxy instead. What the proxy and the
+three patches beyond it are for:
 
 * cuda.current_device, the device of every buffer: tensor_parallel/mappings.py, layers.py,
-  pipeline_parallel/p2p_communication.py, distributed/param_and_grad_buffer.py, rotary_pos_embedding.py
-* device="cuda" literals in torch.{tensor,zeros,ones,empty,full,empty_like,arange}: schedules.py, optimizer.py,
-  clip_grads.py; pin_memory=True is dropped there, too
+  pipeline_parallel/p2p_communication.py, distributed/param_and_grad_buffer.py,
+  rotary_pos_embedding.py
+* device="cuda" literals in torch.{tensor,zeros,ones,empty,full,empty_like,arange}: schedules.py,
+  optimizer.py, clip_grads.py; pin_memory=True is dropped there, too
 * cuda.synchronize: p2p_communication.py after every batched send and receive
-* cuda.get_rng_state, manual_seed and the two functions of tensor_parallel/random.py that set the state:
-  activation recomputation and the sequence-parallel fork; on CPU they mean the default generator
+* cuda.get_rng_state, manual_seed and the two functions of tensor_parallel/random.py that set the
+  state: activation recomputation and the sequence-parallel fork; on CPU they mean the default
+  generator
 * cuda.Stream, Event, stream, current_stream: bucket communication; nothing is asynchronous here
-* Tensor.cuda (patched on torch: it raises on a CPU build anyway): language_module.py, tied embeddings
-* Tensor.type() (patched on torch, changed for callers in megatron.core.optimizer only): optimizers sort
-  parameters by the string "torch.cuda.FloatTensor"
+* Tensor.cuda (patched on torch: it raises on a CPU build anyway): language_module.py, tied
+  embeddings
+* Tensor.type() (patched on torch, changed for callers in megatron.core.optimizer only): optimizers
+  sort parameters by the string "torch.cuda.FloatTensor"
 """
 
 from __future__ import annotations
@@ -36,9 +40,10 @@ CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "arange")
 # Some of megatron is imported on first use and would escape the proxy; so it is imported before.
 LAZY_MODULES = (
-    "tensor_parallel", "transformer", "models.gpt", "models.gpt.gpt_layer_specs", "distributed", "optimizer",
-    "models.common.embeddings.rope_utils", "pipeline_parallel", "pipeline_parallel.p2p_communication",
-    "transformer.multi_token_prediction", "transformer.moe.moe_layer", "transformer.moe.token_dispatcher",
+    "tensor_parallel", "distributed", "optimizer", "pipeline_parallel", "transformer", "models.gpt",
+    "pipeline_parallel.p2p_communication", "models.gpt.gpt_layer_specs",
+    "models.common.embeddings.rope_utils", "transformer.multi_token_prediction",
+    "transformer.moe.moe_layer", "transformer.moe.token_dispatcher",
 )  # fmt: skip
 
 
@@ -92,16 +97,18 @@ def _make_torch_proxy() -> _Proxy:
         "Stream": _Stream,
         "Event": _Stream,
     })  # fmt: skip
-    return _Proxy(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}})
+    return _Proxy(
+        torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}}
+    )
 
 
 @functools.cache
 def _patch_once() -> _Proxy:
     """The patches that are not in the proxy; returns the proxy."""
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     original_type = torch.Tensor.type
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +132,7 @@ def modules_with_real_torch() -> list[str]:
 
 
 def install() -> None:
-    """Make megatron.core run on CPU. Call after importing what is used of it; may be called again."""
+    """Make megatron.core run on CPU. Call after importing what is used of it; repeat at will."""
     if torch.cuda.is_available():
         return
     for name in LAZY_MODULES:

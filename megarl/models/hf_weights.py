@@ -1,4 +1,4 @@
-"""Import and export of Hugging Face checkpoints, one tensor at a time: no rank ever holds a whole model."""
+"""Import and export of Hugging Face checkpoints by tensor: no rank ever holds a whole model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ __all__ = ["load_hf_weights", "save_hf_weights"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Tensors that some checkpoints carry and none needs: old RoPE buffers, and a copy of a tied output layer.
+# Tensors that some checkpoints carry and none needs: old RoPE buffers, and a copy of a tied output
+# layer.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 IGNORED_IF_TIED = "lm_head.weight"
 COPIED = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template*", "*.model", "*.tiktoken",
 )  # fmt: skip
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -34,13 +36,13 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 def load_hf_weights(
     folder: str | Path, layout: WeightLayout, named_parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fill the local parameters from a checkpoint, reading only the boxes this rank holds. Local, no collective.
+    """Fill the local parameters from a checkpoint, reading only this rank's boxes. Not collective.
 
     Args:
         folder: holds model.safetensors, or model.safetensors.index.json and its shards.
         layout: this rank's layout; names the same parameters as `named_parameters`.
-        named_parameters: local tensors, any device and float dtype; values are converted. Elements that no
-            placement covers (vocabulary padding) become 0.
+        named_parameters: local tensors, any device and float dtype; values are converted. Elements
+            that no placement covers (vocabulary padding) become 0.
 
     Raises:
         FileNotFoundError: no weights in the folder, or a shard is missing.
@@ -61,16 +63,26 @@ def load_hf_weights(
             file = files[placement.canonical]
             if file not in opened:
                 opened[file] = stack.enter_context(_open(folder / file))
-            _read(folder / file, opened[file], placement, layout, named_parameters[placement.parameter])
+            _read(
+                folder / file,
+                opened[file],
+                placement,
+                layout,
+                named_parameters[placement.parameter],
+            )
 
 
 def _open(path: Path) -> Any:
     if not path.exists():
-        raise FileNotFoundError(f"{path} is named in {INDEX} but does not exist; download the model again")
+        raise FileNotFoundError(
+            f"{path} is named in {INDEX} but does not exist; download the model again"
+        )
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as e:
-        raise ValueError(f"{path} cannot be read as safetensors ({e}); download the model again") from e
+        raise ValueError(
+            f"{path} cannot be read as safetensors ({e}); download the model again"
+        ) from e
 
 
 def _find_tensors(folder: Path) -> dict[str, str]:
@@ -92,7 +104,8 @@ def _check_names(folder: Path, files: Mapping[str, str], layout: WeightLayout) -
     missing = sorted(set(layout.canonical_shapes) - set(files))
     if missing:
         raise ValueError(
-            f"{folder}: {len(missing)} tensors that config.json implies are missing, first {missing[:3]}"
+            f"{folder}: {len(missing)} tensors that config.json implies are missing, "
+            f"first {missing[:3]}"
         )
     extra = sorted(
         name for name in set(files) - set(layout.canonical_shapes)
@@ -105,7 +118,9 @@ def _check_names(folder: Path, files: Mapping[str, str], layout: WeightLayout) -
         )
 
 
-def _read(path: Path, file: Any, placement: Placement, layout: WeightLayout, parameter: torch.Tensor) -> None:
+def _read(
+    path: Path, file: Any, placement: Placement, layout: WeightLayout, parameter: torch.Tensor
+) -> None:
     """Copy one box from an open safetensors file into a local parameter."""
     stored = file.get_slice(placement.canonical)
     shape, expected = tuple(stored.get_shape()), layout.canonical_shapes[placement.canonical]
@@ -126,15 +141,16 @@ def save_hf_weights(
     *,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Write the role's weights as a Hugging Face folder. Collective over the role; its first rank writes.
+    """Write the role's weights as a Hugging Face folder. Collective; the role's first rank writes.
 
-    Tensors are gathered one at a time, each box from the first rank that holds it; a shard is written as soon
-    as it is full. The folder appears under its name only when it is complete.
+    Tensors are gathered one at a time, each box from the first rank that holds it; a shard is
+    written as soon as it is full. The folder appears under its name only when it is complete.
 
     Args:
         folder: new or empty.
         source: folder to copy config, tokenizer and generation settings from.
-        layouts: {global rank: layout} of the ranks of one replica, the same on every rank of the role.
+        layouts: {global rank: layout} of the ranks of one replica, the same on every rank of the
+            role.
         named_parameters: this rank's parameters; written in their dtype.
         groups: groups of the role.
         max_shard_bytes: largest shard, except for a tensor that alone is larger.
@@ -173,11 +189,13 @@ def _nothing() -> None:
 
 
 def _first_holders(layouts: Mapping[int, WeightLayout]) -> dict[str, list[tuple[int, Placement]]]:
-    """{tensor: (rank, placement) of each distinct box}, so that every element comes from one rank."""
+    """{tensor: (rank, placement) of each distinct box}: every element comes from one rank."""
     found: dict[str, dict[Any, tuple[int, Placement]]] = {}
     for rank, layout in sorted(layouts.items()):
         for placement in layout.placements:
-            found.setdefault(placement.canonical, {}).setdefault(placement.source, (rank, placement))
+            found.setdefault(placement.canonical, {}).setdefault(
+                placement.source, (rank, placement)
+            )
     return {name: list(boxes.values()) for name, boxes in found.items()}
 
 
@@ -196,7 +214,9 @@ def _gather(
     like = next(iter(named_parameters.values()))
     if rank == writer_rank:
         whole = torch.empty(shape, dtype=like.dtype)
-        assert covered == whole.numel(), f"{name}: {covered} of {whole.numel()} elements have a holder"
+        assert covered == whole.numel(), (
+            f"{name}: {covered} of {whole.numel()} elements have a holder"
+        )
     for holder, placement in pieces:
         if rank == holder:
             piece = named_parameters[placement.parameter].detach()[placement.target.slices]
@@ -214,10 +234,14 @@ def _gather(
 class _Writer:
     """Sharded safetensors in a temporary folder that is renamed at the end."""
 
-    def __init__(self, folder: Path, layout: WeightLayout, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, layout: WeightLayout, dtype: torch.dtype, max_shard_bytes: int
+    ) -> None:
         self._folder, self._temporary = folder, folder.with_name(f".{folder.name}.incomplete")
         self._dtype = dtype
-        self._file_of = dict(_assign_shards(layout.canonical_shapes, dtype.itemsize, max_shard_bytes))
+        self._file_of = dict(
+            _assign_shards(layout.canonical_shapes, dtype.itemsize, max_shard_bytes)
+        )
         self._total_bytes = dtype.itemsize * sum(
             torch.Size(shape).numel() for shape in layout.canonical_shapes.values()
         )

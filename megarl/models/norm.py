@@ -11,9 +11,9 @@ __all__ = ["RMSNorm"]
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm whose weight says that its gradient is partial under sequence parallelism.
 
-    Under sequence parallelism a tp rank sees T / tp tokens, so finalize_model_grads must sum the weight's
-    gradient over tp; it does so for parameters with `sequence_parallel` set. megatron's own torch norm
-    refuses sequence parallelism.
+    Under sequence parallelism a tp rank sees T / tp tokens, so finalize_model_grads must sum the
+    weight's gradient over tp; it does so for parameters with `sequence_parallel` set. megatron's
+    own torch norm refuses sequence parallelism.
     """
 
     def __init__(

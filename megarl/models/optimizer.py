@@ -1,4 +1,4 @@
-"""AdamW under megatron's DistributedOptimizer, with a learning-rate schedule that is a pure function of the step."""
+"""AdamW under megatron's DistributedOptimizer; the learning rate is a pure function of the step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from math import cos, isfinite, pi
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -28,8 +32,8 @@ class StepStats:
 def lr_at(step: int, optim: OptimConfig, num_steps: int) -> float:
     """Learning rate of update `step` (from 0) of `num_steps`.
 
-    Warm-up rises linearly and reaches the peak at step num_warmup_steps - 1, so the first update is not
-    wasted. The decay starts after it and would reach min_lr at step num_steps.
+    Warm-up rises linearly and reaches the peak at step num_warmup_steps - 1, so the first update is
+    not wasted. The decay starts after it and would reach min_lr at step num_steps.
     """
     if step < optim.num_warmup_steps:
         return optim.lr * (step + 1) / optim.num_warmup_steps
@@ -42,10 +46,15 @@ def lr_at(step: int, optim: OptimConfig, num_steps: int) -> float:
 
 
 class Optimizer:
-    """Optimizer of one role. Building it and stepping are collective; building gathers over the whole world."""
+    """Optimizer of one role. Stepping is collective over the role, building over the world."""
 
     def __init__(
-        self, optim: OptimConfig, ddp: DistributedDataParallel, pgs: ProcessGroupCollection, *, num_steps: int
+        self,
+        optim: OptimConfig,
+        ddp: DistributedDataParallel,
+        pgs: ProcessGroupCollection,
+        *,
+        num_steps: int,
     ) -> None:
         """
         Args:
@@ -56,15 +65,18 @@ class Optimizer:
         """
         if optim.schedule != "constant" and num_steps < 1:
             raise ConfigError(
-                f"optim.schedule={optim.schedule!r} needs the number of updates; use optim.schedule=constant"
+                f"optim.schedule={optim.schedule!r} needs the number of updates; "
+                "use optim.schedule=constant"
             )
         config = ddp.config
         settings = OptimizerConfig(
             optimizer="adam", lr=optim.lr, min_lr=optim.min_lr, weight_decay=optim.weight_decay,
-            adam_beta1=optim.beta1, adam_beta2=optim.beta2, adam_eps=optim.eps, clip_grad=optim.clip_grad,
-            bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=True,
+            adam_beta1=optim.beta1, adam_beta2=optim.beta2, adam_eps=optim.eps,
+            clip_grad=optim.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
         )  # fmt: skip
-        # The standard overrides take norms and biases out of the weight decay; there is no other place that does.
+        # The standard overrides take norms and biases out of the weight decay; there is no other
+        # place that does.
         self._inner = get_megatron_optimizer(
             settings, [ddp], config_overrides=get_standard_config_overrides(settings),
             use_gloo_process_groups=False, pg_collection=pgs,
@@ -76,14 +88,16 @@ class Optimizer:
         self._inner.zero_grad()
 
     def step(self) -> StepStats:
-        """Clip, update the weights and gather them over dp. A non-finite gradient changes nothing."""
+        """Clip, update the weights, gather them over dp. A non-finite gradient changes nothing."""
         lr = lr_at(self._step, self._optim, self._num_steps)
         for group in self._inner.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
         self._inner.prepare_grads()
         norm = float(self._inner.get_grad_norm())
-        if not isfinite(norm):  # the norm is reduced over the whole role: every rank returns here, or none
+        if not isfinite(
+            norm
+        ):  # the norm is reduced over the whole role: every rank returns here, or none
             return StepStats(grad_norm=norm, lr=lr, is_finite=False)
         for part in self._inner.chained_optimizers:
             parameters = part.get_parameters()

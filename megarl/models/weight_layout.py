@@ -1,7 +1,7 @@
 """weight_layout: what each training rank holds of a Hugging Face checkpoint, as boxes.
 
-Made from the family's rules alone, so any rank can compute any other rank's layout. Used for import, export
-and resharding. Pure Python.
+Made from the family's rules alone, so any rank can compute any other rank's layout. Used for
+import, export and resharding. Pure Python.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 def pipeline_split(num_layers: int, pp: int) -> list[int]:
-    """Layers per pipeline stage: equal, or equal in the middle with the rest on the first and last stage.
+    """Layers per pipeline stage: equal, or equal in the middle and the rest at the two ends.
 
-    Megatron allows only the first and the last stage to differ. The first gets more than the last, which
-    also computes the output layer. Raises ConfigError when there are fewer layers than stages.
+    Megatron allows only the first and the last stage to differ. The first gets more than the last,
+    which also computes the output layer. Raises ConfigError when there are fewer layers than
+    stages.
     """
-    require(1 <= pp <= num_layers, "parallel.pp", pp, f"needs at least one of the {num_layers} layers per stage",
-            f"use parallel.pp between 1 and {num_layers}")  # fmt: skip
+    require(
+        1 <= pp <= num_layers, "parallel.pp", pp,
+        f"needs at least one of the {num_layers} layers per stage",
+        f"use parallel.pp between 1 and {num_layers}",
+    )  # fmt: skip
     if num_layers % pp == 0:
         return [num_layers // pp] * pp
     middle = -(-num_layers // pp)
@@ -44,8 +48,9 @@ def pipeline_split(num_layers: int, pp: int) -> list[int]:
 def weight_layout(hf_config: Mapping[str, Any], dims: ParallelDims, rank: int) -> WeightLayout:
     """Local parameters of global rank `rank` and where each comes from in the checkpoint.
 
-    Parameter names are those of the built GPTModel. Rows that pad the vocabulary are in no placement. With
-    tied embeddings and pp > 1 the last stage's output_layer.weight is placed from the embedding, too.
+    Parameter names are those of the built GPTModel. Rows that pad the vocabulary are in no
+    placement. With tied embeddings and pp > 1 the last stage's output_layer.weight is placed from
+    the embedding, too.
 
     Raises:
         ConfigError: the model is not supported, or does not divide over tp or pp.
@@ -60,24 +65,28 @@ def weight_layout(hf_config: Mapping[str, Any], dims: ParallelDims, rank: int) -
         shape, pieces = _shard(rule, spec, at.tp, dims.tp)
         layout.parameters[parameter] = shape
         for source, source_box, target in pieces:
-            layout.placements.append(Placement(source.name.format(layer=layer), source_box, parameter, target))
+            layout.placements.append(
+                Placement(source.name.format(layer=layer), source_box, parameter, target)
+            )
     return layout
 
 
 def _check_tp(spec: ModelSpec, tp: int) -> None:
-    for what, size in (
-        ("num_attention_heads", spec.num_heads),
-        ("num_key_value_heads", spec.num_kv_heads),
-        ("intermediate_size", spec.ffn_size),
-    ):
-        allowed = [n for n in range(1, size + 1) if spec.num_heads % n == 0 and spec.num_kv_heads % n == 0
-                   and spec.ffn_size % n == 0]  # fmt: skip
-        require(size % tp == 0, "parallel.tp", tp, f"does not divide {what}={size} of the model",
-                f"use one of {allowed}")  # fmt: skip
+    sizes = {
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "intermediate_size": spec.ffn_size,
+    }
+    allowed = [n for n in range(1, spec.num_kv_heads + 1) if not any(s % n for s in sizes.values())]
+    for what, size in sizes.items():
+        require(
+            size % tp == 0, "parallel.tp", tp, f"does not divide {what}={size} of the model",
+            f"use one of {allowed}",
+        )  # fmt: skip
 
 
 def _stage_rules(spec: ModelSpec, stage: int, pp: int) -> Iterator[tuple[TensorRule, int, int]]:
-    """(rule, layer in the model, layer on the stage) of one pipeline stage; layers are 0 where unused."""
+    """(rule, layer in the model, layer on the stage) of one stage; layers are 0 where unused."""
     split = pipeline_split(spec.num_layers, pp)
     if stage == 0:
         yield from ((rule, 0, 0) for rule in spec.first_rules())
@@ -92,7 +101,9 @@ def _rows(shape: tuple[int, ...], start: int, stop: int) -> Box:
     return Box((start, *(0 for _ in shape[1:])), (stop, *shape[1:]))
 
 
-def _shard(rule: TensorRule, spec: ModelSpec, rank: int, tp: int) -> tuple[tuple[int, ...], list[Piece]]:
+def _shard(
+    rule: TensorRule, spec: ModelSpec, rank: int, tp: int
+) -> tuple[tuple[int, ...], list[Piece]]:
     """Local shape and pieces of one parameter on tp rank `rank`."""
     source = rule.sources[0]
     shape = source.shape
@@ -113,7 +124,11 @@ def _shard(rule: TensorRule, spec: ModelSpec, rank: int, tp: int) -> tuple[tuple
         case Split.STACKED:
             rows = shape[0] // tp
             pieces = [
-                (s, _rows(shape, rank * rows, (rank + 1) * rows), _rows(shape, i * rows, (i + 1) * rows))
+                (
+                    s,
+                    _rows(shape, rank * rows, (rank + 1) * rows),
+                    _rows(shape, i * rows, (i + 1) * rows),
+                )
                 for i, s in enumerate(rule.sources)
             ]
             return (rows * len(rule.sources), *shape[1:]), pieces

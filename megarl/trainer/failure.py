@@ -1,53 +1,57 @@
 """Stopping: one rank's failure stops all, with its traceback first, no hang and no orphan.
 
-The failing rank prints its traceback and leaves a notice in the launcher's store before it exits. Ranks that
-then see a broken collective find the notice and exit with one line instead of a traceback of their own.
+The first rank that fails prints its traceback and leaves a notice in the launcher's store. Ranks that fail
+because of it, by an agreed failure or a broken collective, wait for the notice and add one line.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
 import torch.distributed as dist
 
 from megarl.common.log import get_logger
+from megarl.config import ConfigError
+from megarl.data import DataError
 from megarl.parallel import PeerFailure, World
 
-__all__ = ["run_guarded"]
+__all__ = ["leave", "run_guarded"]
 
 logger = get_logger(__name__)
 
 NOTICE = "megarl/failure"
+WAIT_FOR_NOTICE_S = 5.0
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def run_guarded(world: World, main: Callable[[], None], cleanup: Callable[[], None]) -> int:
-    """Run `main`, always `cleanup`; returns 0, or 1 after a failure on this or another rank."""
+    """Run `main`, always `cleanup`.
+
+    Returns:
+        0; 2 when the settings or the data cannot work (said in one line); 1 after any other failure, here
+        or on another rank; 130 after an interrupt.
+    """
+    code = 0
     try:
         main()
         dist.barrier()
     except KeyboardInterrupt:
-        cleanup()
-        return 130
-    except PeerFailure as e:
-        logger.error("rank %d stops: %s", world.rank, e)
-        cleanup()
-        return 1
-    except Exception as e:
-        notice = _notice_of_peer(world)
-        if notice is None:
-            _leave_notice(world, f"rank {world.rank}: {type(e).__name__}: {e}")
-            traceback.print_exc()
-            sys.stderr.flush()
-        else:
-            logger.error("rank %d stops because of %s", world.rank, notice)
-        cleanup()
-        return 1
+        code = EXIT_INTERRUPTED
+    except PeerFailure as error:
+        _wait_for_notice(world)
+        logger.error("stops: %s", error)
+        code = EXIT_FAILED
+    except Exception as error:
+        code = EXIT_USAGE if isinstance(error, ConfigError | DataError) else EXIT_FAILED
+        _report(world, error)
     cleanup()
-    dist.destroy_process_group()
-    return 0
+    if code == 0:
+        dist.destroy_process_group()
+    return code
 
 
 def leave(code: int) -> None:
@@ -57,15 +61,35 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def _leave_notice(world: World, text: str) -> None:
+def _report(world: World, error: Exception) -> None:
+    """Print the error if it is the job's first, else one line that names the first."""
     try:
-        world.store.set(NOTICE, text)
-    except Exception:  # the store is gone with the launcher; the traceback still tells
+        is_first = world.store.add(f"{NOTICE}/count", 1) == 1
+    except Exception:  # the store is gone with the launcher: say everything
+        is_first = True
+    if not is_first:
+        notice = _wait_for_notice(world)
+        logger.error("stops after the failure of %s", notice or "another rank")
+        return
+    if isinstance(error, ConfigError | DataError):
+        logger.error("megarl: %s", error)
+    else:
+        sys.stderr.write(f"rank {world.rank} failed:\n{traceback.format_exc()}")
+        sys.stderr.flush()
+    try:
+        world.store.set(NOTICE, f"rank {world.rank}: {type(error).__name__}: {error}")
+    except Exception:
         logger.warning("could not leave a failure notice: the launcher's store does not answer")
 
 
-def _notice_of_peer(world: World) -> str | None:
+def _wait_for_notice(world: World) -> str | None:
+    """The first failure's notice; None if there is none within a few seconds (its rank was killed)."""
+    deadline = time.monotonic() + WAIT_FOR_NOTICE_S
     try:
-        return world.store.get(NOTICE).decode() if world.store.check([NOTICE]) else None
-    except Exception:
-        return "another rank or the launcher, which is gone"
+        while not world.store.check([NOTICE]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        return world.store.get(NOTICE).decode()
+    except Exception:  # the store is gone with the launcher
+        return None

@@ -45,10 +45,10 @@ def add_log_probs(run: Run, experience: Experience) -> None:
     cfg, temperature = run.config.algorithm, run.config.rollout.temperature
     batches = experience.batches
     if cfg.num_epochs * len(experience.minibatches) > 1:
-        for batch, scores in zip(batches, run.actor.score(batches, temperature=temperature), strict=True):
+        for batch, scores in zip(batches, run.actor.score(batches, temperature=temperature, only_trained=True), strict=True):
             batch.old_log_probs = scores.log_probs
     if run.reference is not None:
-        for batch, scores in zip(batches, run.reference.score(batches, temperature=temperature), strict=True):
+        for batch, scores in zip(batches, run.reference.score(batches, temperature=temperature, only_trained=True), strict=True):
             batch.ref_log_probs = scores.log_probs
 
 

@@ -1,7 +1,8 @@
 """WorkerPool: N processes that are one gloo job, kept alive between tests.
 
-`pool.run(function, **kwargs)` executes a module-level function on every rank and returns the results in rank
-order. A call that raises or is too slow costs the pool its processes; the next call starts new ones.
+`pool.run(function, **kwargs)` executes a module-level function on every rank and returns the
+results in rank order. A call that raises or is too slow costs the pool its processes; the next call
+starts new ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class WorkerPool:
         self.size = size
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *, limit_s: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *, limit_s: float = 120.0, **kwargs: Any
+    ) -> list[Any]:
         """Run `function(**kwargs)` on every rank.
 
         Args:
@@ -70,14 +73,16 @@ class WorkerPool:
         context, port = multiprocessing.get_context("spawn"), free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, port, theirs), daemon=True)
+            process = context.Process(
+                target=_work, args=(rank, self.size, port, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))
         self._collect("starting the workers", START_LIMIT_S)
 
     def _collect(self, what: str, limit_s: float) -> list[Any]:
-        """One reply per rank; on failure ends all workers, as the others may hang in a collective."""
+        """One reply per rank. A failure ends all workers: the others may hang in a collective."""
         ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
@@ -99,7 +104,9 @@ class WorkerPool:
                 (results if is_ok else errors)[rank] = payload
         if errors:
             self.close()
-            raise WorkerError("\n".join(f"{what} on rank {r}:\n{e}" for r, e in sorted(errors.items())))
+            raise WorkerError(
+                "\n".join(f"{what} on rank {r}:\n{e}" for r, e in sorted(errors.items()))
+            )
         if len(results) < self.size:
             missing = sorted(set(range(self.size)) - set(results))
             self.close()
@@ -117,7 +124,7 @@ def _work(rank: int, size: int, port: int, connection: Connection) -> None:
     def start() -> None:
         import torch
 
-        import megarl.models  # megatron takes seconds to import: once, not per test
+        import megarl.models  # noqa: F401  megatron takes seconds to import: once, not per test
         from megarl.parallel import init_world
 
         torch.set_num_threads(1)
@@ -150,8 +157,10 @@ def _reply(connection: Connection, action: Callable[[], Any]) -> None:
 def groups_of(
     *, tp: int = 1, pp: int = 1, dp: int = 1, sequence_parallel: bool = False, rank_offset: int = 0
 ) -> Any:
-    """ParallelGroups of a layout, made once per worker process: gloo groups own threads and sockets."""
+    """ParallelGroups of a layout, made once per worker: gloo groups own threads and sockets."""
     from megarl.parallel import ParallelDims, ParallelGroups
 
-    dims = ParallelDims(tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, rank_offset=rank_offset)
+    dims = ParallelDims(
+        tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, rank_offset=rank_offset
+    )
     return ParallelGroups.build(dims, timeout_s=COLLECTIVE_LIMIT_S)

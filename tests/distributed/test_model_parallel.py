@@ -1,9 +1,9 @@
-"""Every layout computes the same numbers as Hugging Face on one process: scores, gradients, updates, export.
+"""Every layout computes what Hugging Face does on one process: scores, gradients, updates, export.
 
-Limits. Layouts differ in the order of float32 sums only, so gradients are compared at 1e-6 of the largest
-gradient between layouts, and at 1e-5 to Hugging Face, whose attention and norms sum in yet another order.
-Parameters after three updates are compared with eps=1e-4: with a small eps Adam turns rounding of
-near-zero gradients into full steps.
+Limits. Layouts differ in the order of float32 sums only, so gradients are compared at 1e-6 of the
+largest gradient between layouts, and at 1e-5 to Hugging Face, whose attention and norms sum in yet
+another order. Parameters after three updates are compared with eps=1e-4: with a small eps Adam
+turns rounding of near-zero gradients into full steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ SPLIT = [name for name in LAYOUTS if name != "one"]
 MODELS = [("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
 
 
-@pytest.fixture(scope="session", params=MODELS, ids=lambda m: f"{m[0]}-{'tied' if m[1] else 'untied'}")
+@pytest.fixture(
+    scope="session", params=MODELS, ids=lambda m: f"{m[0]}-{'tied' if m[1] else 'untied'}"
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three layers: two pipeline stages get unequal shares."""
     family, tied = request.param
@@ -51,7 +53,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def build(path: str, layout: dict[str, Any], **model: Any) -> MegatronModel:
     optim = OptimConfig(lr=1e-3, eps=1e-4, clip_grad=1.0, weight_decay=0.1)
     return MegatronModel.build(
-        ModelConfig(path=path, **model), groups_of(**layout), device=torch.device("cpu"), trainable=optim, num_steps=3
+        ModelConfig(path=path, **model),
+        groups_of(**layout),
+        device=torch.device("cpu"),
+        trainable=optim,
+        num_steps=3,
     )
 
 
@@ -65,7 +71,9 @@ def own_batches(layout: dict[str, Any]) -> list[Any]:
 def gradients(path: str, layout: dict[str, Any], recompute: str = "none") -> dict[str, Any]:
     """Loss over all dp ranks, the summed gradient as pieces of canonical tensors, and its norm."""
     model = build(path, layout, recompute=recompute)
-    model.force_all_reduce = True  # every dp rank keeps the whole sum, so that all of it is compared
+    model.force_all_reduce = (
+        True  # every dp rank keeps the whole sum, so that all of it is compared
+    )
     values = model.forward_backward(own_batches(layout), loss_fn, temperature=TEMPERATURE)
     totals = torch.stack([torch.cat([v["loss"], v["num"]]) for v in values]).sum(0)
     dist.all_reduce(totals, group=model.groups.dp)
@@ -85,7 +93,9 @@ def whole(results: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> dict[
         if not view.isnan().all():
             assert torch.equal(view, piece), f"two ranks hold different gradients of {name} {box}"
         view.copy_(piece)
-    assert not any(t.isnan().any() for t in tensors.values()), "an element has no gradient on any rank"
+    assert not any(t.isnan().any() for t in tensors.values()), (
+        "an element has no gradient on any rank"
+    )
     return tensors
 
 
@@ -200,7 +210,8 @@ def test_parameters_after_three_updates_equal_one_process(
             assert norm == pytest.approx(norm_one, rel=2e-6)
             assert lr == lr_one == 1e-3
     before, one, split = (
-        load_file(p / "model.safetensors") for p in (Path(folder), tmp_path / "one", tmp_path / "split")
+        load_file(p / "model.safetensors")
+        for p in (Path(folder), tmp_path / "one", tmp_path / "split")
     )
     moved = max(float((one[n] - before[n]).abs().max()) for n in one)
     measured = max(float((one[n] - split[n]).abs().max()) for n in one)
@@ -222,7 +233,10 @@ def test_export_equals_the_imported_folder_bit_by_bit(
 ) -> None:
     out = tmp_path / "out"
     pool_of(request, LAYOUTS[name]).run(export, path=folder, layout=LAYOUTS[name], out=str(out))
-    before, after = load_file(Path(folder) / "model.safetensors"), load_file(out / "model.safetensors")
+    before, after = (
+        load_file(Path(folder) / "model.safetensors"),
+        load_file(out / "model.safetensors"),
+    )
     assert set(before) == set(after)
     for key, tensor in before.items():
         assert tensor.dtype == after[key].dtype

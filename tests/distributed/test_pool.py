@@ -40,7 +40,7 @@ def test_results_come_in_rank_order(pool2: WorkerPool) -> None:
 
 
 def test_errors_deaths_and_hangs_are_reported_and_the_pool_recovers(pool2: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match="rank 1:(.|\n)*only rank one"):
+    with pytest.raises(WorkerError, match=r"rank 1:(.|\n)*only rank one"):
         pool2.run(fail_on_one)
     assert pool2.run(rank_and_sum, base=0) == [(0, 1), (1, 1)]
     with pytest.raises(WorkerError, match="on rank 1:\nthe process died"):

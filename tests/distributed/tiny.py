@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -21,20 +22,23 @@ def make_model(
     import transformers
 
     config_class = {
-        "llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config,
+        "llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
     }[family]  # fmt: skip
     if family == "qwen3":
         options.setdefault("head_dim", 12)  # not hidden / heads
     config = config_class(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-6,
-        tie_word_embeddings=tied, **options,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        rms_norm_eps=1e-6, tie_word_embeddings=tied, **options,
     )  # fmt: skip
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # norms start at 1 and biases at 0, where mistakes are invisible
+            if (
+                parameter.dim() == 1
+            ):  # norms start at 1 and biases at 0, where mistakes are invisible
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.15)
@@ -43,7 +47,7 @@ def make_model(
 
 
 def make_batch(lengths: list[int], *, seed: int, multiple: int = 1) -> TrainBatch:
-    """One packed micro-batch of random tokens; the tail to a multiple of `multiple` is a padding segment."""
+    """A packed micro-batch of random tokens, padded to a multiple by a segment of its own."""
     generator = torch.Generator().manual_seed(seed)
     pad = -sum(lengths) % multiple
     ids = torch.randint(VOCAB, (sum(lengths),), generator=generator)
@@ -75,7 +79,7 @@ def hf_scores(model: torch.nn.Module, batch: TrainBatch, temperature: float) -> 
     """The same scores by Hugging Face, one sequence at a time, differentiable."""
     log_probs, entropy = [], []
     bounds = batch.cu_seqlens.tolist()
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         ids = batch.input_ids[start:stop]
         every = (model(ids[None]).logits[0].float() / temperature).log_softmax(-1)[:-1]
         first = torch.zeros(1)

@@ -17,10 +17,11 @@ FAMILIES: dict[str, Family] = {f.architecture: f for f in (LLAMA, QWEN2, QWEN3)}
 
 
 def model_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
-    """The model a config.json describes. Raises ConfigError for an unknown architecture or option."""
+    """The model of a config.json. Raises ConfigError for an unknown architecture or option."""
     names = hf_config.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
         raise ConfigError(
-            f"config.json architectures={list(names)!r} is not supported; use one of {', '.join(FAMILIES)}"
+            f"config.json architectures={list(names)!r} is not supported; "
+            f"use one of {', '.join(FAMILIES)}"
         )
     return read_spec(FAMILIES[names[0]], hf_config)

@@ -1,8 +1,8 @@
 """Model families as data: what a Hugging Face config.json means for megatron's GPTModel.
 
-A family is a `Family` record. `model_spec` reads a config.json into a `ModelSpec` and refuses every option
-that would silently change the numbers; `TensorRule`s say which Hugging Face tensors make up which megatron
-parameter and how it is split over tensor-parallel ranks. No torch here.
+A family is a `Family` record. `model_spec` reads a config.json into a `ModelSpec` and refuses every
+option that would silently change the numbers; `TensorRule`s say which Hugging Face tensors make up
+which megatron parameter and how it is split over tensor-parallel ranks. No torch here.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ class TensorRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture: what its config.json leaves unsaid, and the options that must keep one value."""
+    """One architecture: what its config.json leaves unsaid, and options with one valid value."""
 
     architecture: str  # config.json "architectures"[0]
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before RoPE
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # key -> the only value implemented; absent is fine
+    fixed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # key -> the only value implemented; absent is fine
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The numbers that define one decoder-only model (RMSNorm, SwiGLU, RoPE, grouped-query attention)."""
+    """The numbers of one decoder-only model (RMSNorm, SwiGLU, RoPE, grouped-query attention)."""
 
     architecture: str
     num_layers: int
@@ -96,7 +98,7 @@ class ModelSpec:
         return [TensorRule("embedding.word_embeddings.weight", Split.VOCAB, (self._embedding,))]
 
     def last_rules(self, *, is_first_stage: bool) -> list[TensorRule]:
-        """Parameters of the last pipeline stage; a tied output layer exists only away from the embedding."""
+        """Parameters of the last stage; a tied output layer exists only away from the embedding."""
         norm = Source("model.norm.weight", (self.hidden_size,))
         rules = [TensorRule("decoder.final_layernorm.weight", Split.REPLICATED, (norm,))]
         if not (self.is_tied and is_first_stage):
@@ -111,19 +113,27 @@ class ModelSpec:
         q, kv = self.num_heads * head, self.num_kv_heads * head
 
         def rule(parameter: str, split: Split, *sources: tuple[str, tuple[int, ...]]) -> TensorRule:
-            named = tuple(Source(f"model.layers.{{layer}}.{name}", shape) for name, shape in sources)
+            named = tuple(
+                Source(f"model.layers.{{layer}}.{name}", shape) for name, shape in sources
+            )
             return TensorRule(f"decoder.layers.{{layer}}.{parameter}", split, named)
 
         rules = [
             rule("input_layernorm.weight", Split.REPLICATED, ("input_layernorm.weight", (hidden,))),
-            rule("self_attention.linear_proj.weight", Split.ROW, ("self_attn.o_proj.weight", (hidden, q))),
+            rule(
+                "self_attention.linear_proj.weight", Split.ROW,
+                ("self_attn.o_proj.weight", (hidden, q)),
+            ),
             rule(
                 "self_attention.linear_qkv.weight", Split.QKV,
                 ("self_attn.q_proj.weight", (q, hidden)),
                 ("self_attn.k_proj.weight", (kv, hidden)),
                 ("self_attn.v_proj.weight", (kv, hidden)),
             ),
-            rule("pre_mlp_layernorm.weight", Split.REPLICATED, ("post_attention_layernorm.weight", (hidden,))),
+            rule(
+                "pre_mlp_layernorm.weight", Split.REPLICATED,
+                ("post_attention_layernorm.weight", (hidden,)),
+            ),
             rule(
                 "mlp.linear_fc1.weight", Split.STACKED,
                 ("mlp.gate_proj.weight", (ffn, hidden)), ("mlp.up_proj.weight", (ffn, hidden)),
@@ -163,18 +173,26 @@ COMMON_FIXED: Mapping[str, Any] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def read_spec(family: Family, hf_config: Mapping[str, Any]) -> ModelSpec:
     """Read a config.json of `family`. Raises ConfigError for an option that is not implemented."""
     for key, value in {**COMMON_FIXED, **family.fixed}.items():
         got = hf_config.get(key, value)
-        require(got == value, f"config.json {key}", got, f"is not implemented for {family.architecture}",
-                f"use a model with {key}={value!r}")  # fmt: skip
+        require(
+            got == value, f"config.json {key}", got,
+            f"is not implemented for {family.architecture}", f"use a model with {key}={value!r}",
+        )  # fmt: skip
     types = set(hf_config.get("layer_types") or ["full_attention"])
-    require(types == {"full_attention"}, "config.json layer_types", sorted(types),
-            "only full attention is implemented", "use a model without sliding-window layers")  # fmt: skip
+    require(
+        types == {"full_attention"}, "config.json layer_types", sorted(types),
+        "only full attention is implemented", "use a model without sliding-window layers",
+    )  # fmt: skip
     theta, factor = _read_rope(hf_config)
     hidden, heads = int(hf_config["hidden_size"]), int(hf_config["num_attention_heads"])
     head_dim = hf_config.get("head_dim") or hidden // heads
@@ -198,23 +216,27 @@ def read_spec(family: Family, hf_config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _read_rope(hf_config: Mapping[str, Any]) -> tuple[float, float | None]:
-    """(theta, llama3 scaling factor or None) from `rope_parameters` or from rope_theta + rope_scaling."""
+    """(theta, llama3 factor or None) from rope_parameters or from rope_theta and rope_scaling."""
     key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     rope = hf_config.get(key) or {}
     theta = float(rope.get("rope_theta", hf_config.get("rope_theta", 10000.0)))
     partial = rope.get("partial_rotary_factor", 1.0)
-    require(partial == 1.0, f"config.json {key}.partial_rotary_factor", partial,
-            "partial rotary embeddings are not implemented", "use a model that rotates all of head_dim")  # fmt: skip
+    require(
+        partial == 1.0, f"config.json {key}.partial_rotary_factor", partial,
+        "is not implemented", "use a model that rotates all of head_dim",
+    )  # fmt: skip
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise ConfigError(
             f"config.json {key}.rope_type={kind!r} is not implemented; "
-            "use a model with rope_type default or llama3, or remove the scaling to train at the base length"
+            "use a model with rope_type default or llama3, or remove the scaling"
         )
     for name, value in LLAMA3_ROPE.items():
         # megatron's RotaryEmbedding has these three as constants and takes only the factor
-        require(rope.get(name, value) == value, f"config.json {key}.{name}", rope.get(name),
-                f"llama3 RoPE scaling is implemented for {value} only", f"use a model with {name}={value}")  # fmt: skip
+        require(
+            rope.get(name, value) == value, f"config.json {key}.{name}", rope.get(name),
+            f"is implemented for {value} only", f"use a model with {name}={value}",
+        )  # fmt: skip
     return theta, float(rope["factor"])

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: query, key and value projections have a bias that config.json does not mention."""
+"""Qwen2 and Qwen2.5: query, key and value have a bias that config.json does not mention."""
 
 from __future__ import annotations
 

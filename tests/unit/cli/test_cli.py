@@ -82,7 +82,7 @@ def test_check_says_valid_and_starts_nothing(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _make_model(tmp_path)
-    assert main(["train", str(config), "--check"]) == 0
+    assert main(["train", str(config), "--check", "trainer.num_steps=3"]) == 0
     assert capsys.readouterr().out == f"{config} is valid: tp=1 cp=1 pp=1 dp=1\n"
     assert not (tmp_path / "out").exists()
 

@@ -24,11 +24,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def empty(layout: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in layout.parameters.items()}
+    return {
+        name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in layout.parameters.items()
+    }
 
 
 def layout_of(folder: Path, dims: ParallelDims | None = None, rank: int = 0) -> Any:
-    return weight_layout(json.loads((folder / "config.json").read_text()), dims or ParallelDims(), rank)
+    return weight_layout(
+        json.loads((folder / "config.json").read_text()), dims or ParallelDims(), rank
+    )
 
 
 def edit(folder: Path, **change: torch.Tensor | None) -> None:
@@ -60,7 +64,9 @@ def test_a_sharded_checkpoint_reads_like_a_single_file(folder: Path, tmp_path: P
     from transformers import AutoModelForCausalLM
 
     sharded = tmp_path / "sharded"
-    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(sharded, max_shard_size="20KB")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(
+        sharded, max_shard_size="20KB"
+    )
     assert (sharded / "model.safetensors.index.json").exists()
     layout = layout_of(folder)
     one, two = empty(layout), empty(layout)
@@ -79,7 +85,10 @@ def test_a_copy_of_the_output_layer_in_a_tied_checkpoint_is_ignored(tmp_path: Pa
 def test_a_folder_without_safetensors_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     layout = layout_of(folder)
-    with pytest.raises(FileNotFoundError, match=r"it has pytorch_model.bin; give a folder written by save_pretrained"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"it has pytorch_model.bin; give a folder written by save_pretrained",
+    ):
         load_hf_weights(folder, layout, empty(layout))
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(FileNotFoundError, match="it has no weights at all"):
@@ -88,7 +97,9 @@ def test_a_folder_without_safetensors_is_refused(folder: Path) -> None:
 
 def test_a_missing_shard_is_named(folder: Path) -> None:
     layout = layout_of(folder)
-    index = {"weight_map": dict.fromkeys(layout.canonical_shapes, "model-00001-of-00002.safetensors")}
+    index = {
+        "weight_map": dict.fromkeys(layout.canonical_shapes, "model-00001-of-00002.safetensors")
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002.safetensors is named in"):
         load_hf_weights(folder, layout, empty(layout))
@@ -104,22 +115,38 @@ def test_a_damaged_file_is_named(folder: Path) -> None:
 def test_missing_extra_and_misshapen_tensors_are_named(folder: Path) -> None:
     layout = layout_of(folder)
     edit(folder, **{"model.norm.weight": None})
-    with pytest.raises(ValueError, match=r"1 tensors that config.json implies are missing, first \['model.norm.weight"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 tensors that config.json implies are missing, first \['model.norm.weight",
+    ):
         load_hf_weights(folder, layout, empty(layout))
     edit(folder, **{"model.norm.weight": torch.ones(33)})
-    with pytest.raises(ValueError, match=r"model.norm.weight has shape \(33,\), config.json implies \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight has shape \(33,\), config.json implies \(32,\)"
+    ):
         load_hf_weights(folder, layout, empty(layout))
-    edit(folder, **{"model.norm.weight": torch.ones(32), "model.layers.0.self_attn.o_proj.bias": torch.ones(32)})
+    edit(
+        folder,
+        **{
+            "model.norm.weight": torch.ones(32),
+            "model.layers.0.self_attn.o_proj.bias": torch.ones(32),
+        },
+    )
     with pytest.raises(ValueError, match=r"1 tensors are not part of the model .*o_proj.bias"):
         load_hf_weights(folder, layout, empty(layout))
 
 
 def export_in_shards(path: str, out: str, dtype: str) -> None:
     model = MegatronModel.build(
-        ModelConfig(path=path, dtype=dtype), groups_of(tp=2), device=torch.device("cpu"), trainable=None
+        ModelConfig(path=path, dtype=dtype),
+        groups_of(tp=2),
+        device=torch.device("cpu"),
+        trainable=None,
     )
     layouts = {rank: weight_layout(model.hf_config, model.dims, rank) for rank in range(2)}
-    save_hf_weights(out, path, layouts, model.named_parameters(), model.groups, max_shard_bytes=20_000)
+    save_hf_weights(
+        out, path, layouts, model.named_parameters(), model.groups, max_shard_bytes=20_000
+    )
 
 
 @pytest.mark.distributed
@@ -147,5 +174,7 @@ def test_a_sharded_export_is_loaded_by_transformers(
 def test_an_export_refuses_a_folder_that_is_not_empty_on_every_rank(
     folder: Path, pool2: WorkerPool
 ) -> None:
-    with pytest.raises(WorkerError, match=r"rank 0:(.|\n)*exists and is not empty(.|\n)*rank 1:(.|\n)*PeerFailure"):
+    with pytest.raises(
+        WorkerError, match=r"rank 0:(.|\n)*exists and is not empty(.|\n)*rank 1:(.|\n)*PeerFailure"
+    ):
         pool2.run(export_in_shards, path=str(folder), out=str(folder), dtype="float32")

@@ -16,7 +16,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "MAX_CHUNK_LOGITS", 1)
 
 
-def make(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:
+def make(
+    num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype, scale: float = 1.0
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float64) * scale
     w = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
@@ -45,7 +47,9 @@ def test_values_and_gradients_equal_the_float64_reference(
     num_tokens: int, temperature: float, entropy_weight: float
 ) -> None:
     x, w, t = make(num_tokens, 16, 53, torch.float32)
-    got = gradients(linear_log_prob, x, w, t, entropy_weight=entropy_weight, temperature=temperature)
+    got = gradients(
+        linear_log_prob, x, w, t, entropy_weight=entropy_weight, temperature=temperature
+    )
     exact = [v.detach().double().requires_grad_() for v in (x, w)]
     want = gradients(
         linear_log_prob_reference, *exact, t, entropy_weight=entropy_weight, temperature=temperature
@@ -138,7 +142,11 @@ def test_bfloat16_error_is_no_larger_than_that_of_the_bfloat16_reference() -> No
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, object], message: str) -> None:
-    good = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(7, 4), "targets": torch.zeros(3, dtype=torch.int64)}
+    good = {
+        "hidden": torch.zeros(3, 4),
+        "weight": torch.zeros(7, 4),
+        "targets": torch.zeros(3, dtype=torch.int64),
+    }
     call = {**good, **change}
     with pytest.raises(ValueError, match=message):
         linear_log_prob(call.pop("hidden"), call.pop("weight"), call.pop("targets"), **call)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""weight_layout against counting every element and against an independent construction of the shards."""
+"""weight_layout against counting every element and an independent construction of the shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megarl.parallel import Coordinate, ParallelDims
 
 TINY = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 13, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 13,
+    "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -38,13 +39,19 @@ def test_every_element_has_one_source_and_every_canonical_element_a_holder(
         counts = {name: torch.zeros(shape) for name, shape in layout.parameters.items()}
         for p in layout.placements:
             counts[p.parameter][p.target.slices] += 1
-            held.setdefault(p.canonical, torch.zeros(layout.canonical_shapes[p.canonical]))[p.source.slices] += 1
+            held.setdefault(p.canonical, torch.zeros(layout.canonical_shapes[p.canonical]))[
+                p.source.slices
+            ] += 1
         for name, count in counts.items():
             is_last_shard = dims.coordinate(rank).tp == tp - 1
             num_padding = 14 - 13 if tp == 2 and is_last_shard else 0
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                assert torch.equal(count[: len(count) - num_padding], torch.ones(len(count) - num_padding, 8)), name
-                assert torch.equal(count[len(count) - num_padding :], torch.zeros(num_padding, 8)), name
+                assert torch.equal(
+                    count[: len(count) - num_padding], torch.ones(len(count) - num_padding, 8)
+                ), name
+                assert torch.equal(
+                    count[len(count) - num_padding :], torch.zeros(num_padding, 8)
+                ), name
             else:
                 assert torch.equal(count, torch.ones_like(count)), name
     assert set(held) == set(layout.canonical_shapes)
@@ -81,7 +88,9 @@ def test_qkv_is_interleaved_by_kv_group_and_cut_between_groups(what: str) -> Non
     config, tensors = tiny(), canonical(tiny())
     q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.{what}"] for x in "qkv")
     groups, head = 2, 6
-    merged = torch.cat([x.view(groups, -1, head, *x.shape[1:]) for x in (q, k, v)], dim=1)  # [2, 2 + 1 + 1, 6, ..]
+    merged = torch.cat(
+        [x.view(groups, -1, head, *x.shape[1:]) for x in (q, k, v)], dim=1
+    )  # [2, 2 + 1 + 1, 6, ..]
     for rank, want in enumerate(merged.flatten(0, 2).chunk(2)):
         local = fill(config, ParallelDims(tp=2), rank)
         assert torch.equal(local[f"decoder.layers.1.self_attention.linear_qkv.{what}"], want)
@@ -98,7 +107,10 @@ def test_gate_and_up_are_cut_before_they_are_stacked() -> None:
 
 def test_row_parallel_weights_are_cut_along_their_input() -> None:
     config, tensors = tiny(), canonical(tiny())
-    for parameter, name in (("self_attention.linear_proj", "self_attn.o_proj"), ("mlp.linear_fc2", "mlp.down_proj")):
+    for parameter, name in (
+        ("self_attention.linear_proj", "self_attn.o_proj"),
+        ("mlp.linear_fc2", "mlp.down_proj"),
+    ):
         for rank in range(2):
             local = fill(config, ParallelDims(tp=2), rank)
             want = tensors[f"model.layers.0.{name}.weight"].chunk(2, dim=1)[rank]
@@ -109,7 +121,10 @@ def test_a_later_pipeline_stage_counts_its_layers_from_zero() -> None:
     config, tensors = tiny(), canonical(tiny())
     dims = ParallelDims(pp=2)
     last = fill(config, dims, dims.rank(Coordinate(tp=0, cp=0, dp=0, pp=1)))
-    assert torch.equal(last["decoder.layers.0.mlp.linear_fc2.weight"], tensors["model.layers.2.mlp.down_proj.weight"])
+    assert torch.equal(
+        last["decoder.layers.0.mlp.linear_fc2.weight"],
+        tensors["model.layers.2.mlp.down_proj.weight"],
+    )
     assert "decoder.layers.1.mlp.linear_fc2.weight" not in last
     assert "embedding.word_embeddings.weight" not in last
 
@@ -117,15 +132,20 @@ def test_a_later_pipeline_stage_counts_its_layers_from_zero() -> None:
 def test_a_tied_output_layer_exists_only_away_from_the_embedding() -> None:
     config, tensors = tiny(tied=True), canonical(tiny(tied=True))
     assert "output_layer.weight" not in fill(config, ParallelDims(), 0)
-    assert torch.equal(fill(config, ParallelDims(pp=2), 1)["output_layer.weight"], tensors["model.embed_tokens.weight"])
+    assert torch.equal(
+        fill(config, ParallelDims(pp=2), 1)["output_layer.weight"],
+        tensors["model.embed_tokens.weight"],
+    )
 
 
 @pytest.mark.parametrize(
     ("num_layers", "pp", "want"),
-    [(4, 1, [4]), (4, 2, [2, 2]), (3, 2, [2, 1]), (30, 4, [7, 8, 8, 7]), (7, 4, [2, 2, 2, 1]), (5, 4, [2, 1, 1, 1]),
-     (9, 8, [2, 1, 1, 1, 1, 1, 1, 1]), (15, 8, [2, 2, 2, 2, 2, 2, 2, 1])],
+    [(4, 1, [4]), (4, 2, [2, 2]), (3, 2, [2, 1]), (30, 4, [7, 8, 8, 7]), (7, 4, [2, 2, 2, 1]),
+     (5, 4, [2, 1, 1, 1]), (9, 8, [2, 1, 1, 1, 1, 1, 1, 1]), (15, 8, [2, 2, 2, 2, 2, 2, 2, 1])],
 )  # fmt: skip
-def test_layers_are_split_so_that_only_the_ends_differ(num_layers: int, pp: int, want: list[int]) -> None:
+def test_layers_are_split_so_that_only_the_ends_differ(
+    num_layers: int, pp: int, want: list[int]
+) -> None:
     assert pipeline_split(num_layers, pp) == want
 
 
@@ -144,7 +164,12 @@ def test_vocabulary_is_padded_to_the_next_multiple() -> None:
 
 
 def test_a_rank_beyond_a_tiny_vocabulary_holds_padding_only() -> None:
-    config = {**tiny("LlamaForCausalLM"), "vocab_size": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = {
+        **tiny("LlamaForCausalLM"),
+        "vocab_size": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     layout = weight_layout(config, ParallelDims(tp=4), 3)
     assert layout.parameters["embedding.word_embeddings.weight"] == (1, 8)
     assert not [p for p in layout.placements if p.parameter == "embedding.word_embeddings.weight"]
@@ -153,7 +178,10 @@ def test_a_rank_beyond_a_tiny_vocabulary_holds_padding_only() -> None:
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        (ParallelDims(tp=4), r"parallel.tp=4 does not divide num_key_value_heads=2 .* use one of \[1, 2\]"),
+        (
+            ParallelDims(tp=4),
+            r"parallel.tp=4 does not divide num_key_value_heads=2 .* use one of \[1, 2\]",
+        ),
         (ParallelDims(tp=3), "parallel.tp=3 does not divide num_attention_heads=4"),
         (ParallelDims(pp=4), "parallel.pp=4 needs at least one of the 3 layers"),
     ],
