@@ -28,8 +28,15 @@ setup(
     package_data={"megarl": ["py.typed", "**/*.jinja", "**/*.pth"]},
     # Engines and megatron come from requirements/{cpu,gpu}.txt: their own metadata pulls CUDA in.
     install_requires=[
-        "torch>=2.9", "numpy", "safetensors", "transformers>=5.0", "omegaconf>=2.3", "pyarrow", "psutil",
-        "tensorboard", "plotext>=5.3,<6",
+        "torch>=2.9",
+        "numpy",
+        "safetensors",
+        "transformers>=5.0",
+        "omegaconf>=2.3",
+        "pyarrow",
+        "psutil",
+        "tensorboard",
+        "plotext>=5.3,<6",
     ],
     entry_points={"console_scripts": ["megarl = megarl.cli.main:main"]},
 )

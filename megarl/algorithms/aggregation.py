@@ -36,7 +36,12 @@ def sequence_lengths(response_mask: torch.Tensor, cu_seqlens: torch.Tensor) -> t
 
 
 def token_weights(
-    mode: str, response_mask: torch.Tensor, cu_seqlens: torch.Tensor, counts: MinibatchCounts, *, max_length: int
+    mode: str,
+    response_mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    counts: MinibatchCounts,
+    *,
+    max_length: int,
 ) -> torch.Tensor:
     """Weight of each token's loss, [T] float32, 0 where response_mask is 0.
 

@@ -9,7 +9,9 @@ __all__ = ["KL_ESTIMATORS", "kl_penalty"]
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 
-def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str) -> torch.Tensor:
+def kl_penalty(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: str
+) -> torch.Tensor:
     """[T] float32, differentiable in log_probs. With d = log_probs - ref_log_probs:
 
     k1 = d; abs = |d|; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, with d clamped to [-20, 20] and k3 to [-10, 10].

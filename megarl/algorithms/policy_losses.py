@@ -30,7 +30,11 @@ class TokenLoss:
 
 
 def ppo_clip(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip: ClipRange
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip: ClipRange,
 ) -> TokenLoss:
     """PPO's clipped surrogate, -min(rA, clip(r, 1-low, 1+high)A), bounded by -dual*A where A < 0.
 

@@ -72,6 +72,8 @@ def exchange(
     if me in num_recv:
         own = send.get(me, torch.empty(0, dtype=dtype))
         if own.numel() != num_recv[me]:
-            raise ValueError(f"rank {me} sends itself {own.numel()} elements, expects {num_recv[me]}")
+            raise ValueError(
+                f"rank {me} sends itself {own.numel()} elements, expects {num_recv[me]}"
+            )
         received[me] = own
     return received

@@ -74,6 +74,9 @@ class ParallelDims:
         for values in product(*(range(getattr(self, a)) for a in reversed(fixed))):
             at = dict(zip(reversed(fixed), values, strict=True))
             members = product(*(range(getattr(self, a)) for a in reversed(axes)))
-            ranks = [self.rank(Coordinate(**at, **dict(zip(reversed(axes), m, strict=True)))) for m in members]
+            ranks = [
+                self.rank(Coordinate(**at, **dict(zip(reversed(axes), m, strict=True))))
+                for m in members
+            ]
             out.append(sorted(ranks))
         return sorted(out)

@@ -52,7 +52,9 @@ class ParallelGroups:
         """
         world, rank = dist.get_world_size(), dist.get_rank()
         if dims.ranks.stop > world:
-            raise ValueError(f"role on ranks {dims.ranks} needs more than the {world} ranks of this job")
+            raise ValueError(
+                f"role on ranks {dims.ranks} needs more than the {world} ranks of this job"
+            )
 
         def mine(enumeration: list[list[int]]) -> ProcessGroup | None:
             found = None
@@ -71,7 +73,9 @@ class ParallelGroups:
         # finalize_model_grads falls back to megatron's globals on a None group: middle stages get one of their own
         ends = [sorted({line[0], line[-1]}) for line in lines]
         built["embd"] = mine(ends + [[r] for line in lines for r in line[1:-1]])
-        built["pos_embd"] = mine([[line[0]] for line in lines] + [[r] for line in lines for r in line[1:]])
+        built["pos_embd"] = mine(
+            [[line[0]] for line in lines] + [[r] for line in lines for r in line[1:]]
+        )
         if rank not in dims.ranks:
             return None
         for name, axes in products.items():
@@ -79,13 +83,17 @@ class ParallelGroups:
             for axis in axes:
                 expected *= getattr(dims, axis)
             if built[name].size() != expected:  # type: ignore[union-attr]
-                raise RuntimeError(f"group {name} has {built[name].size()} ranks, {axes} need {expected}")  # type: ignore[union-attr]
+                raise RuntimeError(
+                    f"group {name} has {built[name].size()} ranks, {axes} need {expected}"
+                )  # type: ignore[union-attr]
         return cls(dims=dims, coordinate=dims.coordinate(rank), **built)  # type: ignore[arg-type]
 
     def describe(self) -> str:
         """One line per axis: size and the ranks of the first group, as the start-up table."""
         rows = [("axis", "size", "ranks of rank 0's group")]
         for axis in ("tp", "cp", "dp", "pp"):
-            rows.append((axis, str(getattr(self.dims, axis)), " ".join(map(str, self.dims.groups(axis)[0]))))
+            rows.append(
+                (axis, str(getattr(self.dims, axis)), " ".join(map(str, self.dims.groups(axis)[0])))
+            )
         width = max(len(r[2]) for r in rows)
         return "\n".join(f"  {a:<5}{s:>5}  {r:<{width}}".rstrip() for a, s, r in rows)

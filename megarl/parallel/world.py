@@ -23,7 +23,9 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    store: dist.Store  # the launcher's TCPStore: outlives any one rank, so it also carries failure notices
+    store: (
+        dist.Store
+    )  # the launcher's TCPStore: outlives any one rank, so it also carries failure notices
 
 
 def free_port() -> int:
@@ -43,13 +45,20 @@ def init_world(*, device: str, timeout_s: float) -> World:
     Raises:
         RuntimeError: device is "cuda" and there is none.
     """
-    for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+    for key, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("LOCAL_RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+    ):
         os.environ.setdefault(key, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise RuntimeError("trainer.device=cuda but torch sees no CUDA device; use trainer.device=cpu")
+        raise RuntimeError(
+            "trainer.device=cuda but torch sees no CUDA device; use trainer.device=cpu"
+        )
     local_rank = int(os.environ["LOCAL_RANK"])
     on_cuda = has_cuda and device != "cpu"
     where = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
@@ -63,4 +72,11 @@ def init_world(*, device: str, timeout_s: float) -> World:
         store=dist.PrefixStore("megarl", store), rank=rank, world_size=size, timeout=limit,
     )  # fmt: skip
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=where, store=store)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        device=where,
+        store=store,
+    )

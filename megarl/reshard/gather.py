@@ -126,10 +126,15 @@ def gather_window(
     for rank, pieces in window.senders:
         if rank == me:
             flat = torch.cat(
-                [parameters[p.parameter].detach()[p.target.slices].to(device, dtype).reshape(-1) for p in pieces]
+                [
+                    parameters[p.parameter].detach()[p.target.slices].to(device, dtype).reshape(-1)
+                    for p in pieces
+                ]
             )
         else:
-            flat = torch.empty(sum(p.source.num_elements for p in pieces), dtype=dtype, device=device)
+            flat = torch.empty(
+                sum(p.source.num_elements for p in pieces), dtype=dtype, device=device
+            )
         dist.broadcast(flat, src=rank)
         parts = flat.split([p.source.num_elements for p in pieces])
         for piece, part in zip(pieces, parts, strict=True):
@@ -143,7 +148,10 @@ def cut_shards(
     """This engine rank's local parameters of the window; vocabulary padding is zero."""
     wanted = set(window.parameters)
     some = next(iter(full.values()))
-    shards = {n: torch.zeros(engine.parameters[n], dtype=some.dtype, device=some.device) for n in window.parameters}
+    shards = {
+        n: torch.zeros(engine.parameters[n], dtype=some.dtype, device=some.device)
+        for n in window.parameters
+    }
     for p in engine.placements:
         if p.parameter in wanted:
             shards[p.parameter][p.target.slices] = full[p.canonical][p.source.slices]

@@ -69,7 +69,9 @@ class WeightPush:
         self.windows = plan_windows(
             layouts, engine_layout, max_bytes=max_window_bytes, element_size=element_size
         )
-        elements = sum(p.source.num_elements for w in self.windows for _, ps in w.senders for p in ps)
+        elements = sum(
+            p.source.num_elements for w in self.windows for _, ps in w.senders for p in ps
+        )
         self.sent_bytes = elements * element_size
         self.last_digests: list[dict[str, str]] = []
 
@@ -86,7 +88,11 @@ class WeightPush:
         digests: dict[str, str] = {}
         for window in self.windows:
             full = gather_window(
-                window, parameters, self.engine_layout.canonical_shapes, dtype=self.dtype, device=self.device
+                window,
+                parameters,
+                self.engine_layout.canonical_shapes,
+                dtype=self.dtype,
+                device=self.device,
             )
             shards = cut_shards(window, full, self.engine_layout)
             del full
@@ -104,7 +110,9 @@ class WeightPush:
             exported = {name: self.export_shard(t) for name, t in shards.items()}
             payloads = gather_objects(exported, self.replica_group)
         # the shards stay alive until every leader is done: exported ones are handles to this memory
-        all_agree("weight push", lambda: self.engine.update_weights(payloads) if self.engine else None)
+        all_agree(
+            "weight push", lambda: self.engine.update_weights(payloads) if self.engine else None
+        )
 
     def _finish(self, sent: list[dict[str, str]], version: int, must_change: bool) -> int:
         if self.engine is None:
@@ -119,7 +127,9 @@ class WeightPush:
                     f"differ from what was sent, first {wrong[0]}"
                 )
         before = self.last_digests or [{} for _ in sent]
-        changed = sum(old.get(n) != d for old, new in zip(before, sent, strict=True) for n, d in new.items())
+        changed = sum(
+            old.get(n) != d for old, new in zip(before, sent, strict=True) for n, d in new.items()
+        )
         self.last_digests = sent
         if must_change and changed == 0:
             raise WeightSyncError(

@@ -61,7 +61,12 @@ def create_engine(
         RolloutError: it did not start; the message says why.
     """
     return engine_class(config)(  # type: ignore[call-arg]
-        config, model_path=model_path, dtype=dtype, devices=devices, num_threads=num_threads, seed=seed
+        config,
+        model_path=model_path,
+        dtype=dtype,
+        devices=devices,
+        num_threads=num_threads,
+        seed=seed,
     )
 
 

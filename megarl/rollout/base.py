@@ -14,7 +14,14 @@ import torch
 
 from megarl.types import FinishReason, WeightLayout
 
-__all__ = ["Completion", "GenerationRequest", "RolloutEngine", "RolloutError", "SamplingParams", "WeightSyncError"]
+__all__ = [
+    "Completion",
+    "GenerationRequest",
+    "RolloutEngine",
+    "RolloutError",
+    "SamplingParams",
+    "WeightSyncError",
+]
 
 
 class RolloutError(RuntimeError):

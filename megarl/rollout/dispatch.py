@@ -58,6 +58,8 @@ def dispatch(
 
     def requests() -> Iterator[GenerationRequest]:
         while (index := counter.next()) < len(prompts):
-            yield GenerationRequest(key=index, prompt_ids=prompts[index], seed=derive_seed(seed, index))
+            yield GenerationRequest(
+                key=index, prompt_ids=prompts[index], seed=derive_seed(seed, index)
+            )
 
     return dict(engine.generate(requests(), sampling))

@@ -100,7 +100,9 @@ class HFEngine(RolloutEngine):
     ) -> Iterator[tuple[int, list[Completion]]]:
         """See RolloutEngine. Takes max_running_requests // num_samples prompts (at least one) at a time."""
         if self._push is not None or self._is_stale:
-            state = "a weight push is open" if self._push is not None else "the last weight push failed"
+            state = (
+                "a weight push is open" if self._push is not None else "the last weight push failed"
+            )
             raise RolloutError(f"cannot generate: {state}; finish a whole push first")
         self._abort.clear()
         return self._generate(iter(requests), sampling)
@@ -140,7 +142,10 @@ class HFEngine(RolloutEngine):
         padding = [width - len(row.prompt_ids) for row in rows]
         ids = [[0] * pad + row.prompt_ids for pad, row in zip(padding, rows, strict=True)]
         tokens = torch.tensor(ids, device=self.device)  # [B, width]
-        mask = torch.arange(width, device=self.device) >= torch.tensor(padding, device=self.device)[:, None]
+        mask = (
+            torch.arange(width, device=self.device)
+            >= torch.tensor(padding, device=self.device)[:, None]
+        )
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         mask, cache = mask.long(), None
         while True:
@@ -162,7 +167,9 @@ class HFEngine(RolloutEngine):
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             positions = positions[:, -1:] + 1
 
-    def _end(self, row: _Row, token: int, stop_ids: set[int], max_new_tokens: int) -> FinishReason | None:
+    def _end(
+        self, row: _Row, token: int, stop_ids: set[int], max_new_tokens: int
+    ) -> FinishReason | None:
         if token in stop_ids:
             return "stop"
         if len(row.response_ids) >= max_new_tokens:
@@ -182,7 +189,9 @@ class HFEngine(RolloutEngine):
         else:
             weights = _restrict(log_probs.exp(), sampling.top_p, sampling.top_k)
             chosen = [
-                int(torch.multinomial(w, 1, generator=row.generator)) if row.finish_reason is None else 0
+                int(torch.multinomial(w, 1, generator=row.generator))
+                if row.finish_reason is None
+                else 0
                 for w, row in zip(weights, rows, strict=True)
             ]
         for i, row in enumerate(rows):
@@ -218,7 +227,9 @@ class HFEngine(RolloutEngine):
         if self._push is None:
             raise WeightSyncError("no weight push is open; call begin_update first")
         if len(shards) != 1 or any(isinstance(v, bytes) for v in shards[0].values()):
-            raise WeightSyncError("the hf engine is one rank of this process: give it one shard of tensors")
+            raise WeightSyncError(
+                "the hf engine is one rank of this process: give it one shard of tensors"
+            )
         shard = {name: v for name, v in shards[0].items() if isinstance(v, torch.Tensor)}
         self._push.add(0, shard)
         parameters = dict(self.model.named_parameters())

@@ -36,4 +36,6 @@ def require_weights(model_path: str) -> None:
     if not folder.is_dir():
         raise RolloutError(f"model folder {model_path} does not exist")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise RolloutError(f"{model_path} has no weights (*.safetensors); give a complete Hugging Face folder")
+        raise RolloutError(
+            f"{model_path} has no weights (*.safetensors); give a complete Hugging Face folder"
+        )

@@ -98,7 +98,9 @@ class SGLangEngine(RolloutEngine):
         self._asleep: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self._abort = threading.Event()
-        args = _server_args(config, model_path=model_path, dtype=dtype, on_cuda=devices is not None, seed=seed)
+        args = _server_args(
+            config, model_path=model_path, dtype=dtype, on_cuda=devices is not None, seed=seed
+        )
         threads = None if num_threads is None else max(1, num_threads // self.tp)
         self._process = EngineProcess(
             args,
@@ -116,10 +118,14 @@ class SGLangEngine(RolloutEngine):
     ) -> Iterator[tuple[int, list[Completion]]]:
         """See RolloutEngine. At most max_running_requests // num_samples prompts (at least one) run at once."""
         if self._push is not None or self._is_stale:
-            state = "a weight push is open" if self._push is not None else "the last weight push failed"
+            state = (
+                "a weight push is open" if self._push is not None else "the last weight push failed"
+            )
             raise RolloutError(f"cannot generate: {state}; finish a whole push first")
         if self._asleep:
-            raise RolloutError(f"cannot generate: asleep ({', '.join(sorted(self._asleep))}); call wake() first")
+            raise RolloutError(
+                f"cannot generate: asleep ({', '.join(sorted(self._asleep))}); call wake() first"
+            )
         if self._running:
             raise RolloutError("cannot generate: another generate() is not finished")
         self._abort.clear()
@@ -134,7 +140,11 @@ class SGLangEngine(RolloutEngine):
         has_sent_abort = is_exhausted = False
         try:
             while True:
-                while not is_exhausted and not self._abort.is_set() and len(self._running) < max_prompts:
+                while (
+                    not is_exhausted
+                    and not self._abort.is_set()
+                    and len(self._running) < max_prompts
+                ):
                     request = next(source, None)
                     if request is None:
                         is_exhausted = True
@@ -168,7 +178,9 @@ class SGLangEngine(RolloutEngine):
         if not running or self._process.engine is None:
             return
         self._process.manager.abort_request(abort_all=True)
-        self._loop.run_until_complete(asyncio.wait(running, timeout=5))  # aborted requests come back
+        self._loop.run_until_complete(
+            asyncio.wait(running, timeout=5)
+        )  # aborted requests come back
         for task in running:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*running, return_exceptions=True))
@@ -205,7 +217,9 @@ class SGLangEngine(RolloutEngine):
         return request.key, [self._completion(answer) for answer in answers]
 
     async def _send(self, prompt_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
-        request = GenerateReqInput(input_ids=prompt_ids, sampling_params=sampling, return_logprob=True)
+        request = GenerateReqInput(
+            input_ids=prompt_ids, sampling_params=sampling, return_logprob=True
+        )
         answer = await anext(self._process.manager.generate_request(request, None))
         return dict(answer)
 
@@ -397,7 +411,11 @@ def _server_args(
         "sampling_backend": "pytorch",  # the one that draws by a request's own seed
     }  # fmt: skip
     if on_cuda:
-        device = {"device": "cuda", "mem_fraction_static": config.memory_frac, "enable_memory_saver": True}
+        device = {
+            "device": "cuda",
+            "mem_fraction_static": config.memory_frac,
+            "enable_memory_saver": True,
+        }
     else:
         device = {
             "device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True,
@@ -414,7 +432,9 @@ def _environment(devices: Sequence[int] | None, tp: int) -> dict[str, str]:
         variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         cores = sorted(os.sched_getaffinity(0))
         # one entry per rank, or SGLang asks for a NUMA node per rank
-        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(tp))
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(cores[r % len(cores)]) for r in range(tp)
+        )
         return variables
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else None

@@ -148,7 +148,9 @@ def sglang_weight_layout(hf_config: Mapping[str, Any], tp: int, tp_rank: int) ->
     build = _Builder(shapes)
     q = d.heads * d.head_dim // tp
     kv = max(d.kv_heads // tp, 1) * d.head_dim
-    kv_start = tp_rank * d.kv_heads // tp * d.head_dim  # several ranks share a head when tp > kv_heads
+    kv_start = (
+        tp_rank * d.kv_heads // tp * d.head_dim
+    )  # several ranks share a head when tp > kv_heads
     mlp = d.intermediate // tp
 
     def vocab(name: str) -> None:
@@ -165,7 +167,10 @@ def sglang_weight_layout(hf_config: Mapping[str, Any], tp: int, tp_rank: int) ->
             build.rows(f"{attention}.qkv_proj.{kind}", parts)
         build.columns(f"{attention}.o_proj.weight", tp_rank * q, (tp_rank + 1) * q)
         for kind in ("weight", "bias") if d.has_mlp_bias else ("weight",):
-            parts = [(f"{ffn}.{x}_proj.{kind}", tp_rank * mlp, (tp_rank + 1) * mlp) for x in ("gate", "up")]
+            parts = [
+                (f"{ffn}.{x}_proj.{kind}", tp_rank * mlp, (tp_rank + 1) * mlp)
+                for x in ("gate", "up")
+            ]
             build.rows(f"{ffn}.gate_up_proj.{kind}", parts)
         build.columns(f"{ffn}.down_proj.weight", tp_rank * mlp, (tp_rank + 1) * mlp)
         _whole_of_layer(build, f"model.layers.{i}")

@@ -33,7 +33,15 @@ from megarl.rollout.sglang_worker import WorkerSpec, run_worker
 __all__ = ["EngineProcess"]
 
 # what torchrun tells its ranks; a scheduler that reads it would look for a store that is not its own
-_LAUNCHER_VARIABLES = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
+_LAUNCHER_VARIABLES = (
+    "TORCHELASTIC_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 _POLL_S = 0.5
 
@@ -62,7 +70,9 @@ class _Launcher(Engine):
             )
 
     @classmethod
-    def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
+    def _launch_detokenizer_subprocesses(
+        cls, *args: Any, **kwargs: Any
+    ) -> tuple[list[Any], list[str]]:
         return [], []  # token ids go straight back: with skip_tokenizer_init nothing is sent to it
 
     def shutdown(self) -> None:
@@ -115,16 +125,17 @@ class EngineProcess:
     def _adopt(self) -> None:
         """Undo what SGLang's event loop took over: its signal handlers and its watchdog, which raises SIGQUIT."""
         assert self.engine is not None
-        manager = self.engine.tokenizer_manager
+        manager, loop = self.engine.tokenizer_manager, self.engine.loop
         manager._subprocess_watchdog.stop()
 
         async def start() -> None:
             manager.auto_create_handle_loop()
+            if threading.current_thread() is threading.main_thread():
+                for signum in (signal.SIGTERM, signal.SIGQUIT):
+                    # uvloop forgets a handler only while it runs; SIGQUIT's would kill this process
+                    assert loop.remove_signal_handler(signum), signum
 
-        self.engine.loop.run_until_complete(start())
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGTERM, signal.SIGQUIT):
-                self.engine.loop.remove_signal_handler(signum)
+        loop.run_until_complete(start())
 
     @property
     def manager(self) -> Any:
@@ -213,7 +224,9 @@ class _StartLimit:
         self.is_over = False
 
     def started(self) -> list[BaseProcess]:
-        return [c for c in multiprocessing.active_children() if c not in self.before]
+        """In the order they were started, which is that of the ranks."""
+        children = [c for c in multiprocessing.active_children() if c not in self.before]
+        return sorted(children, key=lambda c: c.pid or 0)
 
     def _end(self) -> None:
         self.is_over = True

@@ -17,7 +17,14 @@ import torch
 from megarl.rollout.base import WeightSyncError
 from megarl.types import WeightLayout
 
-__all__ = ["ExportedShard", "PushLedger", "digest", "export_shard", "file_system_sharing", "read_shard"]
+__all__ = [
+    "ExportedShard",
+    "PushLedger",
+    "digest",
+    "export_shard",
+    "file_system_sharing",
+    "read_shard",
+]
 
 _CHUNK = 1 << 20  # elements hashed at once: bounds the working memory to a few int64 buffers of it
 _MULTIPLIERS = (-7046029254386353131, -4417276706812531889)  # odd 64-bit constants
@@ -34,7 +41,9 @@ def digest(tensor: torch.Tensor) -> str:
     sums = [torch.zeros((), dtype=torch.int64, device=bits.device) for _ in _MULTIPLIERS]
     for start in range(0, bits.numel(), _CHUNK):
         x = bits[start : start + _CHUNK].to(torch.int64)
-        position = torch.arange(start + 1, start + 1 + x.numel(), dtype=torch.int64, device=bits.device)
+        position = torch.arange(
+            start + 1, start + 1 + x.numel(), dtype=torch.int64, device=bits.device
+        )
         for total, multiplier in zip(sums, _MULTIPLIERS, strict=True):
             m = position * multiplier
             m.bitwise_xor_(m >> 29).mul_(_MULTIPLIERS[0]).bitwise_or_(1)

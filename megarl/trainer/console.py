@@ -19,7 +19,9 @@ logger = get_logger(__name__)
 PHASES = ("generate", "reward", "assemble", "log_probs", "update", "sync")
 
 
-def progress_line(step: int, num_steps: int, metrics: dict[str, float], *, elapsed_s: float) -> None:
+def progress_line(
+    step: int, num_steps: int, metrics: dict[str, float], *, elapsed_s: float
+) -> None:
     """Log reward, accuracy, KL, entropy, gradient norm, speed, seconds per phase and the time left."""
     eta_s = elapsed_s / step * (num_steps - step)
     kl = metrics.get("update/ref_kl", metrics.get("rollout/kl", 0.0))
@@ -60,11 +62,21 @@ def write_summary(
         "elapsed_s": elapsed_s,
         "evaluations": [{"step": s, **asdict(i)} for s, i in evaluations],
         "phase_s": {p: sum(r.get(f"time/{p}_s", 0.0) for r in rows) for p in PHASES},
-        "tokens_per_s": sum(r["batch/num_tokens"] for r in rows) / max(sum(r["time/step_s"] for r in rows), 1e-9),
+        "tokens_per_s": sum(r["batch/num_tokens"] for r in rows)
+        / max(sum(r["time/step_s"] for r in rows), 1e-9),
     }
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    lines = [curve([r["step"] for r in rows], [r["reward/accuracy"] for r in rows], "accuracy of sampled answers")]
+    lines = [
+        curve(
+            [r["step"] for r in rows],
+            [r["reward/accuracy"] for r in rows],
+            "accuracy of sampled answers",
+        )
+    ]
     if evaluations:
-        lines += [f"greedy accuracy before: {evaluations[0][1]}", f"greedy accuracy after:  {evaluations[-1][1]}"]
+        lines += [
+            f"greedy accuracy before: {evaluations[0][1]}",
+            f"greedy accuracy after:  {evaluations[-1][1]}",
+        ]
     lines.append(f"{len(rows)} steps in {_clock(elapsed_s)}; everything is in {output_dir}")
     return "\n".join(lines)

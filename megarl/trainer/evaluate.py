@@ -43,7 +43,9 @@ def evaluate(run: Run, *, step: int) -> Interval | None:
         return None
     rollout = run.config.rollout
     greedy = SamplingParams(
-        max_new_tokens=rollout.max_new_tokens, temperature=0.0, stop_token_ids=tuple(rollout.stop_token_ids)
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=0.0,
+        stop_token_ids=tuple(rollout.stop_token_ids),
     )
     prompts = [run.val_prompts[row] for row in range(len(run.val_prompts))]
     groups = generate(run, prompts, greedy, name=f"eval/{step}/{run.weight_version}", seed=0)

@@ -91,7 +91,11 @@ def score(run: Run, groups: Sequence[SampleGroup]) -> None:
         for sample in group.samples:
             sample.text = run.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
             result = run.reward.score(sample.text, group.prompt)
-            sample.reward, sample.accuracy, sample.parsed = result.reward, result.accuracy, result.parsed
+            sample.reward, sample.accuracy, sample.parsed = (
+                result.reward,
+                result.accuracy,
+                result.parsed,
+            )
 
 
 def gather_metas(run: Run, groups: Sequence[SampleGroup]) -> list[SampleMeta]:
@@ -185,9 +189,14 @@ def _move_samples(
     ids, log_probs = {}, {}
     if me in origins:
         for dst in dims.ranks:
-            out = [held[metas[p].group, metas[p].index] for p in from_rank(needs[dims.coordinate(dst).dp], me)]
+            out = [
+                held[metas[p].group, metas[p].index]
+                for p in from_rank(needs[dims.coordinate(dst).dp], me)
+            ]
             ids[dst] = torch.tensor([t for s in out for t in s.response_ids], dtype=torch.int64)
-            log_probs[dst] = torch.tensor([x for s in out for x in s.rollout_log_probs], dtype=torch.float64)
+            log_probs[dst] = torch.tensor(
+                [x for s in out for x in s.rollout_log_probs], dtype=torch.float64
+            )
     got_ids = exchange(ids, num_recv, dtype=torch.int64)
     got_log_probs = exchange(log_probs, num_recv, dtype=torch.float64)
     samples: dict[int, Sample] = {}

@@ -30,7 +30,9 @@ def train_loop(run: Run) -> None:
         timer = PhaseTimer()
         prompts = [run.train_prompts[row] for row in run.order.next_rows()]
         with timer("generate"):
-            groups = generate(run, prompts, sampling(run), name=f"rollout/{step}", seed=step_seed(run, step))
+            groups = generate(
+                run, prompts, sampling(run), name=f"rollout/{step}", seed=step_seed(run, step)
+            )
         with timer("reward"):
             score(run, groups)
         with timer("assemble"):
@@ -41,7 +43,9 @@ def train_loop(run: Run) -> None:
         with timer("update"):
             metrics = update(run, experience)
         with timer("sync"):
-            sync_weights(run, must_change=metrics["update/grad_norm"] > 0 and metrics["update/lr"] > 0)
+            sync_weights(
+                run, must_change=metrics["update/grad_norm"] > 0 and metrics["update/lr"] > 0
+            )
         metrics |= describe(run, experience, advantages, timer)
         if trainer.eval_every and step % trainer.eval_every == 0 and step < trainer.num_steps:
             evaluate(run, step=step)
@@ -103,7 +107,11 @@ def describe(
 
 
 def report(
-    run: Run, step: int, metrics: dict[str, float], groups: Sequence[SampleGroup], started: PhaseTimer
+    run: Run,
+    step: int,
+    metrics: dict[str, float],
+    groups: Sequence[SampleGroup],
+    started: PhaseTimer,
 ) -> None:
     """Write metrics and samples and print the step's line. Collective: samples come from every replica."""
     rows = gather_samples(groups, step=step, limit=run.config.trainer.num_dump_samples)

@@ -35,7 +35,9 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def masked_max(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Largest of `values` where `mask` is 1, as [1] float64; -inf if there is none."""
     kept = torch.where(mask > 0, values.detach().double(), -torch.inf)
-    return kept.max().reshape(1) if kept.numel() else torch.full((1,), -torch.inf, dtype=torch.float64)
+    return (
+        kept.max().reshape(1) if kept.numel() else torch.full((1,), -torch.inf, dtype=torch.float64)
+    )
 
 
 def combine(parts: list[Values], reducers: Mapping[str, Reducer]) -> Values:
@@ -47,14 +49,20 @@ def combine(parts: list[Values], reducers: Mapping[str, Reducer]) -> Values:
     return out
 
 
-def reduce_values(values: Values, reducers: Mapping[str, Reducer], group: ProcessGroup | None) -> Values:
+def reduce_values(
+    values: Values, reducers: Mapping[str, Reducer], group: ProcessGroup | None
+) -> Values:
     """Reduce over the group. All its ranks call with the same names.
 
     Args:
         values: "mean": [2] (sum, count); "max", "sum": [1].
     """
     out: Values = {}
-    for reducer, op in (("mean", dist.ReduceOp.SUM), ("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
+    for reducer, op in (
+        ("mean", dist.ReduceOp.SUM),
+        ("sum", dist.ReduceOp.SUM),
+        ("max", dist.ReduceOp.MAX),
+    ):
         names = [n for n in reducers if reducers[n] == reducer]
         if not names:
             continue

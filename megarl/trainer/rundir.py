@@ -36,7 +36,14 @@ def versions() -> dict[str, str | None]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
-    for package in ("torch", "megatron-core", "sglang", "transformers", "transformer-engine", "numpy"):
+    for package in (
+        "torch",
+        "megatron-core",
+        "sglang",
+        "transformers",
+        "transformer-engine",
+        "numpy",
+    ):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -48,7 +55,12 @@ def _commit() -> str | None:
     here = Path(megarl.__file__).parent
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=False
+            ["git", "rev-parse", "HEAD"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -83,7 +83,11 @@ def dims_of(parallel: ParallelConfig, world_size: int) -> ParallelDims:
     """The training mesh; dp fills the world when it is not given."""
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp * parallel.cp)
     return ParallelDims(
-        tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp, sequence_parallel=parallel.sequence_parallel
+        tp=parallel.tp,
+        cp=parallel.cp,
+        dp=dp,
+        pp=parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
     )
 
 
@@ -113,7 +117,9 @@ def build_run(config: TrainConfig, world: World, output_dir: Path) -> Run:
     set_threads_and_seed(world, num_threads=config.trainer.num_threads, seed=config.trainer.seed)
     hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
     groups = build_groups(config.parallel, world)
-    tokenizer, reward, train_prompts, val_prompts = all_agree("reading the data", lambda: _build_data(config))
+    tokenizer, reward, train_prompts, val_prompts = all_agree(
+        "reading the data", lambda: _build_data(config)
+    )
     if world.rank == 0:
         _report_data(train_prompts, val_prompts)
     actor = MegatronModel.build(
@@ -155,7 +161,9 @@ def _build_data(
         "check_ground_truth": reward.check_ground_truth,
     }
     train = PromptDataset(config.data.train_files, tokenizer, **limits)
-    val = PromptDataset(config.data.val_files, tokenizer, **limits) if config.data.val_files else None
+    val = (
+        PromptDataset(config.data.val_files, tokenizer, **limits) if config.data.val_files else None
+    )
     return tokenizer, reward, train, val
 
 
@@ -163,7 +171,9 @@ def _report_data(train: PromptDataset, val: PromptDataset | None) -> None:
     for name, prompts in (("training", train), ("held-out", val)):
         if prompts is not None:
             dropped = f", {prompts.num_dropped} longer than data.max_prompt_tokens dropped"
-            logger.info("%s prompts: %d%s", name, len(prompts), dropped if prompts.num_dropped else "")
+            logger.info(
+                "%s prompts: %d%s", name, len(prompts), dropped if prompts.num_dropped else ""
+            )
 
 
 def _build_replica(config: TrainConfig, world: World) -> Replica:
@@ -175,13 +185,18 @@ def _build_replica(config: TrainConfig, world: World) -> Replica:
         )
         group = made if first <= world.rank < first + tp else group
     assert group is not None
-    return Replica(index=world.rank // tp, num_replicas=world.size // tp, tp_rank=world.rank % tp, group=group)
+    return Replica(
+        index=world.rank // tp, num_replicas=world.size // tp, tp_rank=world.rank % tp, group=group
+    )
 
 
 def _start_engine(config: TrainConfig, world: World, replica: Replica) -> RolloutEngine | None:
     if world.rank == 0:
         logger.info(
-            "starting %d %s replica(s), tp=%d", replica.num_replicas, config.rollout.engine, config.rollout.tp
+            "starting %d %s replica(s), tp=%d",
+            replica.num_replicas,
+            config.rollout.engine,
+            config.rollout.tp,
         )
 
     def start() -> RolloutEngine | None:
@@ -200,7 +215,11 @@ def _start_engine(config: TrainConfig, world: World, replica: Replica) -> Rollou
 
 
 def _build_push(
-    config: TrainConfig, world: World, replica: Replica, engine: RolloutEngine | None, actor: MegatronModel
+    config: TrainConfig,
+    world: World,
+    replica: Replica,
+    engine: RolloutEngine | None,
+    actor: MegatronModel,
 ) -> WeightPush:
     return WeightPush(
         actor.weight_layout(),

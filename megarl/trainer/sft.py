@@ -16,7 +16,14 @@ from megarl.data import DataError, PromptDataset, PromptOrder, assign, load_toke
 from megarl.models import MegatronModel
 from megarl.parallel import ParallelGroups, World, all_agree, init_world
 from megarl.trainer.failure import leave, run_guarded
-from megarl.trainer.metrics import MetricWriter, Reducer, combine, masked_mean, reduce_values, to_floats
+from megarl.trainer.metrics import (
+    MetricWriter,
+    Reducer,
+    combine,
+    masked_mean,
+    reduce_values,
+    to_floats,
+)
 from megarl.trainer.rundir import open_run_dir
 from megarl.trainer.setup import build_groups, set_threads_and_seed
 from megarl.types import Sample, TokenScores, TrainBatch
@@ -50,7 +57,9 @@ def _train(config: SftConfig, world: World) -> None:
         seed=trainer.seed,
     )  # fmt: skip
     hidden_size = json.loads((Path(config.model.path) / "config.json").read_text())["hidden_size"]
-    order = PromptOrder(len(rows), trainer.rows_per_step, shuffle=config.data.shuffle, seed=config.data.seed)
+    order = PromptOrder(
+        len(rows), trainer.rows_per_step, shuffle=config.data.shuffle, seed=config.data.seed
+    )
     writer = MetricWriter(output_dir) if world.rank == 0 else None
     timer = PhaseTimer()
     for step in range(1, trainer.num_steps + 1):
@@ -102,7 +111,11 @@ def load_rows(config: SftConfig) -> list[Sample]:
 
 
 def _batches(
-    config: SftConfig, world: World, groups: ParallelGroups, rows: Sequence[Sample], hidden_size: int
+    config: SftConfig,
+    world: World,
+    groups: ParallelGroups,
+    rows: Sequence[Sample],
+    hidden_size: int,
 ) -> list[TrainBatch]:
     """This data-parallel rank's micro-batches; every rank computes the same assignment."""
     dims = groups.dims
@@ -111,7 +124,10 @@ def _batches(
         [r.num_tokens for r in rows], num_parts=dims.dp, max_tokens=config.trainer.max_tokens_per_microbatch,
         multiple=multiple, hidden_size=hidden_size,
     )  # fmt: skip
-    return [pack(rows, part, multiple=multiple).to(world.device) for part in plan.parts[groups.coordinate.dp]]
+    return [
+        pack(rows, part, multiple=multiple).to(world.device)
+        for part in plan.parts[groups.coordinate.dp]
+    ]
 
 
 def _step(
@@ -123,13 +139,19 @@ def _step(
     )
     dist.all_reduce(num_tokens, group=groups.dp_cp)
 
-    def loss_fn(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_fn(
+        scores: TokenScores, batch: TrainBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         nll = torch.where(batch.response_mask > 0, -scores.log_probs, 0.0)
         return nll.sum() / float(num_tokens), {"sft/loss": masked_mean(nll, batch.response_mask)}
 
     parts = model.forward_backward(batches, loss_fn, temperature=1.0, with_entropy=False)
-    metrics = to_floats(reduce_values(combine(parts, SFT_METRICS), SFT_METRICS, groups.dp_cp), SFT_METRICS)
+    metrics = to_floats(
+        reduce_values(combine(parts, SFT_METRICS), SFT_METRICS, groups.dp_cp), SFT_METRICS
+    )
     stats = model.step()
     if not stats.is_finite:
-        raise FloatingPointError(f"gradient norm is {stats.grad_norm}; the optimizer step was not taken")
+        raise FloatingPointError(
+            f"gradient norm is {stats.grad_norm}; the optimizer step was not taken"
+        )
     return {**metrics, "sft/grad_norm": stats.grad_norm, "sft/lr": stats.lr}

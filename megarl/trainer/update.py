@@ -8,10 +8,25 @@ from math import isfinite
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms import POLICY_LOSSES, ClipRange, MinibatchCounts, kl_penalty, sequence_lengths, token_weights
+from megarl.algorithms import (
+    POLICY_LOSSES,
+    ClipRange,
+    MinibatchCounts,
+    kl_penalty,
+    sequence_lengths,
+    token_weights,
+)
 from megarl.config.schema import AlgorithmConfig
 from megarl.trainer.experience import Experience
-from megarl.trainer.metrics import Reducer, Values, combine, masked_max, masked_mean, reduce_values, to_floats
+from megarl.trainer.metrics import (
+    Reducer,
+    Values,
+    combine,
+    masked_max,
+    masked_mean,
+    reduce_values,
+    to_floats,
+)
 from megarl.trainer.setup import Run
 from megarl.types import TokenScores, TrainBatch
 
@@ -45,10 +60,18 @@ def add_log_probs(run: Run, experience: Experience) -> None:
     cfg, temperature = run.config.algorithm, run.config.rollout.temperature
     batches = experience.batches
     if cfg.num_epochs * len(experience.minibatches) > 1:
-        for batch, scores in zip(batches, run.actor.score(batches, temperature=temperature, only_trained=True), strict=True):
+        for batch, scores in zip(
+            batches,
+            run.actor.score(batches, temperature=temperature, only_trained=True),
+            strict=True,
+        ):
             batch.old_log_probs = scores.log_probs
     if run.reference is not None:
-        for batch, scores in zip(batches, run.reference.score(batches, temperature=temperature, only_trained=True), strict=True):
+        for batch, scores in zip(
+            batches,
+            run.reference.score(batches, temperature=temperature, only_trained=True),
+            strict=True,
+        ):
             batch.ref_log_probs = scores.log_probs
 
 
@@ -64,12 +87,19 @@ def count_minibatch(run: Run, batches: Sequence[TrainBatch]) -> MinibatchCounts:
 
 
 def policy_loss(
-    scores: TokenScores, batch: TrainBatch, *, cfg: AlgorithmConfig, counts: MinibatchCounts, max_length: int
+    scores: TokenScores,
+    batch: TrainBatch,
+    *,
+    cfg: AlgorithmConfig,
+    counts: MinibatchCounts,
+    max_length: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One micro-batch's share of the minibatch loss, and its metric sums (see UPDATE_METRICS)."""
     assert batch.advantages is not None and batch.rollout_log_probs is not None
     mask = batch.response_mask
-    weights = token_weights(cfg.loss_aggregation, mask, batch.cu_seqlens, counts, max_length=max_length)
+    weights = token_weights(
+        cfg.loss_aggregation, mask, batch.cu_seqlens, counts, max_length=max_length
+    )
     old = batch.old_log_probs if batch.old_log_probs is not None else scores.log_probs.detach()
 
     def weighted(values: torch.Tensor) -> torch.Tensor:
@@ -82,7 +112,9 @@ def policy_loss(
     kl = torch.zeros_like(loss)
     ref_kl = torch.zeros_like(mask)
     if batch.ref_log_probs is not None:
-        kl = cfg.kl_coef * weighted(kl_penalty(scores.log_probs, batch.ref_log_probs, cfg.kl_estimator))
+        kl = cfg.kl_coef * weighted(
+            kl_penalty(scores.log_probs, batch.ref_log_probs, cfg.kl_estimator)
+        )
         ref_kl = scores.log_probs - batch.ref_log_probs
         loss = loss + kl
     if cfg.entropy_coef:
@@ -145,11 +177,12 @@ def _update_once(run: Run, batches: Sequence[TrainBatch]) -> tuple[Values, dict[
 def _check(metrics: dict[str, float], max_log_prob_diff: float | None) -> None:
     """Stop before the optimizer when the numbers cannot be right. Metrics are equal on all ranks, so all stop."""
     if not isfinite(metrics["update/loss"]):
-        raise GuardTripped(f"update/loss is {metrics['update/loss']}; the optimizer step was not taken")
+        raise GuardTripped(
+            f"update/loss is {metrics['update/loss']}; the optimizer step was not taken"
+        )
     diff = metrics.get("rollout/log_prob_diff/max", 0.0)
     if max_log_prob_diff is not None and not diff <= max_log_prob_diff:
         raise GuardTripped(
             f"engine and trainer differ by {diff:.3g} in the log-prob of a token, more than "
             f"rollout.max_log_prob_diff={max_log_prob_diff}: their weights, masks or numerics are not the same"
         )
-

@@ -36,7 +36,9 @@ class Sample:
     group: int  # position of the prompt in this step's batch: samples of one prompt share it
     index: int  # 0 .. num_samples-1 within the group
     prompt_ids: list[int]
-    response_ids: list[int]  # exactly the engine's ids, stop token included; never decoded and re-encoded
+    response_ids: list[
+        int
+    ]  # exactly the engine's ids, stop token included; never decoded and re-encoded
     rollout_log_probs: list[float]  # one per response id, natural log, at the sampling temperature
     finish_reason: FinishReason
     weight_version: int  # version of the weights that produced it
@@ -63,7 +65,9 @@ class TokenScores:
     """What the model says about the tokens of one TrainBatch. Filled by models; the same on all ranks of tp and pp."""
 
     log_probs: torch.Tensor  # [T] float32, 0 on the first token of each sequence and on padding
-    entropy: torch.Tensor  # [T] float32, entropy of the distribution input_ids[t] was drawn from; 0 likewise
+    entropy: (
+        torch.Tensor
+    )  # [T] float32, entropy of the distribution input_ids[t] was drawn from; 0 likewise
 
 
 @dataclass(kw_only=True)

@@ -86,7 +86,9 @@ class WeightLayout:
             local = Box.full(self.parameters[p.parameter])
             for what, box, bound in (("source", p.source, whole), ("target", p.target, local)):
                 if box.intersect(bound) != box:
-                    raise ValueError(f"{p.canonical} -> {p.parameter}: {what} {box} is outside {bound}")
+                    raise ValueError(
+                        f"{p.canonical} -> {p.parameter}: {what} {box} is outside {bound}"
+                    )
             if p.source.shape != p.target.shape:
                 raise ValueError(
                     f"{p.canonical} -> {p.parameter}: source {p.source.shape} != target {p.target.shape}"

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.parallel import ParallelDims, ParallelGroups, PeerFailure, all_agree, exchange, gather_lists
+from megarl.parallel import (
+    ParallelDims,
+    ParallelGroups,
+    PeerFailure,
+    all_agree,
+    exchange,
+    gather_lists,
+)
 from megarl.trainer.metrics import Reducer, reduce_values, to_floats
 
 pytestmark = pytest.mark.distributed
@@ -58,7 +65,9 @@ def lists_and_groups() -> tuple[list[int], dict[str, list[int]]]:
     groups = ParallelGroups.build(ParallelDims(tp=2, pp=2), timeout_s=30)
     assert groups is not None
     names = ("tp", "pp", "dp", "role", "embd", "pos_embd")
-    return gather_lists([me] * me), {n: dist.get_process_group_ranks(getattr(groups, n)) for n in names}
+    return gather_lists([me] * me), {
+        n: dist.get_process_group_ranks(getattr(groups, n)) for n in names
+    }
 
 
 def test_groups_hold_the_ranks_of_their_axes(pool4: Any) -> None:

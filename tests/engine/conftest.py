@@ -46,19 +46,28 @@ def model_b(model_dir: Path) -> str:
     return tiny_models.build(model_dir / "b", "qwen2", seed=1)
 
 
-CONFIG = {"max_total_tokens": 8192, "max_running_requests": 16, "start_timeout_s": 120.0, "generate_timeout_s": 60.0}
+CONFIG = {
+    "max_total_tokens": 8192,
+    "max_running_requests": 16,
+    "start_timeout_s": 120.0,
+    "generate_timeout_s": 60.0,
+}
 
 
 @pytest.fixture(scope="session")
 def hf_engine(model_a: str) -> Iterator[RolloutEngine]:
-    engine = create_engine(RolloutConfig(engine="hf", **CONFIG), model_path=model_a, dtype="float32")
+    engine = create_engine(
+        RolloutConfig(engine="hf", **CONFIG), model_path=model_a, dtype="float32"
+    )
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="session")
 def sglang_engine(needs_sglang: None, model_a: str) -> Iterator[RolloutEngine]:
-    engine = create_engine(RolloutConfig(**CONFIG), model_path=model_a, dtype="float32", num_threads=1)
+    engine = create_engine(
+        RolloutConfig(**CONFIG), model_path=model_a, dtype="float32", num_threads=1
+    )
     yield engine
     engine.close()
 

@@ -15,7 +15,13 @@ import tiny_models
 import torch
 
 from megarl.config.schema import RolloutConfig
-from megarl.rollout import GenerationRequest, SamplingParams, create_engine, engine_class, engine_weight_layout
+from megarl.rollout import (
+    GenerationRequest,
+    SamplingParams,
+    create_engine,
+    engine_class,
+    engine_weight_layout,
+)
 
 
 def run_engine(path: str, tp: int) -> None:

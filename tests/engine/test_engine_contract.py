@@ -24,11 +24,17 @@ TOLERANCE = 1e-4  # float32: two orders of the same sums over 200 logits differ 
 
 
 def generate(
-    engine: RolloutEngine, prompts: list[list[int]] | None = None, *, seed: int = 0, **sampling: object
+    engine: RolloutEngine,
+    prompts: list[list[int]] | None = None,
+    *,
+    seed: int = 0,
+    **sampling: object,
 ) -> list[list[Completion]]:
     """Completions in the order of the prompts."""
     prompts = PROMPTS if prompts is None else prompts
-    requests = (GenerationRequest(key=i, prompt_ids=p, seed=seed + i) for i, p in enumerate(prompts))
+    requests = (
+        GenerationRequest(key=i, prompt_ids=p, seed=seed + i) for i, p in enumerate(prompts)
+    )
     results = dict(engine.generate(requests, SamplingParams(**{"max_new_tokens": 16, **sampling})))
     assert sorted(results) == list(range(len(prompts)))
     return [results[i] for i in range(len(prompts))]
@@ -180,7 +186,9 @@ def test_prompts_are_taken_only_when_there_is_room(engine: RolloutEngine) -> Non
 def test_abort_returns_what_is_running_and_takes_no_more_prompts(engine: RolloutEngine) -> None:
     requests = (GenerationRequest(key=i, prompt_ids=PROMPTS[i % 6], seed=i) for i in range(1000))
     finished = 0
-    for _, completions in engine.generate(requests, SamplingParams(max_new_tokens=100, num_samples=8)):
+    for _, completions in engine.generate(
+        requests, SamplingParams(max_new_tokens=100, num_samples=8)
+    ):
         engine.abort()
         finished += 1
         for c in completions:
@@ -202,7 +210,9 @@ def test_abort_from_another_thread_ends_a_running_response(engine: RolloutEngine
     assert "abort" in {c.finish_reason for c in completions}
 
 
-def test_a_generation_left_early_does_not_disturb_the_next(engine: RolloutEngine, model_a: str) -> None:
+def test_a_generation_left_early_does_not_disturb_the_next(
+    engine: RolloutEngine, model_a: str
+) -> None:
     requests = (GenerationRequest(key=i, prompt_ids=PROMPTS[i], seed=i) for i in range(6))
     stream = engine.generate(requests, SamplingParams(max_new_tokens=64))
     next(stream)

@@ -64,7 +64,9 @@ def is_running(pid: int) -> bool:
 def require_log_probs_of(path: str, engine: RolloutEngine) -> None:
     model = tiny_models.load(path)
     requests = [GenerationRequest(key=i, prompt_ids=p, seed=i) for i, p in enumerate(PROMPTS)]
-    for key, completions in engine.generate(requests, SamplingParams(max_new_tokens=12, num_samples=2)):
+    for key, completions in engine.generate(
+        requests, SamplingParams(max_new_tokens=12, num_samples=2)
+    ):
         for c in completions:
             truth = tiny_models.true_log_probs(model, PROMPTS[key], c.response_ids, 1.0)
             assert c.log_probs == pytest.approx(truth, abs=1e-4)
@@ -85,7 +87,9 @@ def tied_b(model_dir: Path) -> str:
 
 @pytest.fixture(scope="module")
 def two_ranks(tied_a: str) -> Iterator[RolloutEngine]:
-    config = RolloutConfig(tp=2, max_total_tokens=4096, start_timeout_s=150.0, generate_timeout_s=60.0)
+    config = RolloutConfig(
+        tp=2, max_total_tokens=4096, start_timeout_s=150.0, generate_timeout_s=60.0
+    )
     engine = create_engine(config, model_path=tied_a, dtype="float32", num_threads=2)
     yield engine
     engine.close()
@@ -212,7 +216,9 @@ def no_children_left() -> Iterator[None]:
     assert set(Path("/tmp").glob("megarl-sglang-*")) <= folders
 
 
-def test_a_folder_without_weights_is_refused_at_once(no_children_left: None, model_a: str, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused_at_once(
+    no_children_left: None, model_a: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text((Path(model_a) / "config.json").read_text())
     with pytest.raises(RolloutError, match="has no weights"):
         create_engine(RolloutConfig(), model_path=str(tmp_path), dtype="float32")
@@ -224,7 +230,9 @@ def test_broken_weights_are_an_error_with_the_schedulers_own_words(
     (tmp_path / "config.json").write_text((Path(model_a) / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors" * 100)
     with pytest.raises(RolloutError, match=r"SGLang did not start(.|\n)*[Ss]afetensor"):
-        create_engine(RolloutConfig(max_total_tokens=4096), model_path=str(tmp_path), dtype="float32")
+        create_engine(
+            RolloutConfig(max_total_tokens=4096), model_path=str(tmp_path), dtype="float32"
+        )
 
 
 def test_an_occupied_port_is_an_error_that_names_it(
@@ -263,7 +271,9 @@ def test_two_engines_start_at_once_and_die_with_their_parents(model_dir: Path) -
     try:
         answers = [json.loads(first_line(child)) for child in children]
         assert [a["worst"] < 1e-4 for a in answers] == [True, True]
-        for child, answer, signum in zip(children, answers, (signal.SIGTERM, signal.SIGKILL), strict=True):
+        for child, answer, signum in zip(
+            children, answers, (signal.SIGTERM, signal.SIGKILL), strict=True
+        ):
             child.send_signal(signum)
             assert child.wait(timeout=5) == -signum
             assert wait_gone(answer["pids"], within_s=5) == []

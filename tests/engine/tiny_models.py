@@ -78,7 +78,9 @@ def prompts(count: int, *, seed: int = 0, longest: int = 40) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (int(n),), generator=generator).tolist() for n in lengths]
 
 
-def shard(layout: WeightLayout, path: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def shard(
+    layout: WeightLayout, path: str, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """The local parameters `layout` asks for, cut from the model at `path`; padding is zero."""
     canonical = load(path).state_dict()
     local = {name: torch.zeros(shape, dtype=dtype) for name, shape in layout.parameters.items()}
@@ -87,11 +89,15 @@ def shard(layout: WeightLayout, path: str, dtype: torch.dtype = torch.float32) -
     return local
 
 
-def push(engine: RolloutEngine, path: str, *, version: int, tp: int = 1) -> list[dict[str, torch.Tensor]]:
+def push(
+    engine: RolloutEngine, path: str, *, version: int, tp: int = 1
+) -> list[dict[str, torch.Tensor]]:
     """Give the engine the weights of the model at `path`, in two windows; returns the shards."""
     shards = [shard(engine.weight_layout(rank), path) for rank in range(tp)]
     engine.begin_update()
     for window in (0, 1):
-        engine.update_weights([{n: t for i, (n, t) in enumerate(s.items()) if i % 2 == window} for s in shards])
+        engine.update_weights(
+            [{n: t for i, (n, t) in enumerate(s.items()) if i % 2 == window} for s in shards]
+        )
     engine.end_update(version)
     return shards

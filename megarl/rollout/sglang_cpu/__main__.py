@@ -9,9 +9,13 @@ from megarl.rollout.sglang_cpu.install import ShimError, check, install, uninsta
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m megarl.rollout.sglang_cpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.rollout.sglang_cpu", description=__doc__
+    )
     parser.add_argument("action", choices=["install", "check", "uninstall"])
-    action = {"install": install, "check": check, "uninstall": uninstall}[parser.parse_args().action]
+    action = {"install": install, "check": check, "uninstall": uninstall}[
+        parser.parse_args().action
+    ]
     try:
         print(f"sglang on cpu: {action()}")
     except ShimError as error:

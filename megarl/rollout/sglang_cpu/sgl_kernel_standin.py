@@ -20,7 +20,9 @@ def assign_req_to_token_pool_cpu(
     rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for request, start, end in rows:
         count = end - start
-        req_to_token[request, start:end] = out_cache_loc[position : position + count].to(req_to_token.dtype)
+        req_to_token[request, start:end] = out_cache_loc[position : position + count].to(
+            req_to_token.dtype
+        )
         position += count
 
 

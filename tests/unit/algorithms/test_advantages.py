@@ -15,7 +15,9 @@ def test_grpo_centres_and_scales_each_group_by_its_own_unbiased_deviation() -> N
 
 
 def test_grpo_without_std_only_centres() -> None:
-    out = grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long), normalize_by_std=False)
+    out = grpo(
+        torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long), normalize_by_std=False
+    )
     assert out.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])
 
 

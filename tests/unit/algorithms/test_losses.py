@@ -46,10 +46,15 @@ def test_gradient_is_zero_exactly_where_a_clip_holds() -> None:
 def test_token_mean_of_lengths_one_and_three_is_one_half_at_any_split() -> None:
     """Lengths 1 and 3, advantages +1 and -1, ratio 1: (-1 + 3) / 4 = 0.5, whole or one sequence at a time."""
     counts = MinibatchCounts(num_tokens=4, num_sequences=2)
-    together = token_weights("token_mean", torch.ones(4), torch.tensor([0, 1, 4]), counts, max_length=8)
+    together = token_weights(
+        "token_mean", torch.ones(4), torch.tensor([0, 1, 4]), counts, max_length=8
+    )
     loss = torch.tensor([-1.0, 1.0, 1.0, 1.0])
     apart = [
-        (token_weights("token_mean", torch.ones(n), torch.tensor([0, n]), counts, max_length=8) * part).sum()
+        (
+            token_weights("token_mean", torch.ones(n), torch.tensor([0, n]), counts, max_length=8)
+            * part
+        ).sum()
         for n, part in ((1, loss[:1]), (3, loss[1:]))
     ]
     assert float((together * loss).sum()) == pytest.approx(0.5)
@@ -75,7 +80,9 @@ def test_weights_of_each_aggregation(mode: str, expected: list[float]) -> None:
 
 
 def test_a_minibatch_without_trained_tokens_has_zero_weights() -> None:
-    weights = token_weights("token_mean", torch.zeros(3), torch.tensor([0, 3]), MinibatchCounts(0, 0), max_length=4)
+    weights = token_weights(
+        "token_mean", torch.zeros(3), torch.tensor([0, 3]), MinibatchCounts(0, 0), max_length=4
+    )
     assert weights.tolist() == [0, 0, 0]
 
 

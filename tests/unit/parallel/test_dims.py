@@ -7,12 +7,16 @@ import pytest
 from megarl.parallel import AXES, Coordinate, ParallelDims
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 1, 2, 2), (4, 2, 1, 3), (1, 1, 8, 1), (3, 1, 2, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1), (2, 1, 2, 2), (4, 2, 1, 3), (1, 1, 8, 1), (3, 1, 2, 1)]
+)
 @pytest.mark.parametrize("offset", [0, 5])
 def test_rank_and_coordinate_are_inverse(sizes: tuple[int, ...], offset: int) -> None:
     dims = ParallelDims(**dict(zip(AXES, sizes, strict=True)), rank_offset=offset)
     assert dims.size == sizes[0] * sizes[1] * sizes[2] * sizes[3]
-    assert [dims.rank(dims.coordinate(r)) for r in dims.ranks] == list(range(offset, offset + dims.size))
+    assert [dims.rank(dims.coordinate(r)) for r in dims.ranks] == list(
+        range(offset, offset + dims.size)
+    )
 
 
 def test_tp_is_the_fastest_axis_and_pp_the_slowest() -> None:

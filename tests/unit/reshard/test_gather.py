@@ -38,7 +38,9 @@ def whole_padded() -> WeightLayout:
 
 
 def test_each_box_is_sent_once_by_its_lowest_holder() -> None:
-    windows = plan_windows([row_split(0), row_split(1)], whole_padded(), max_bytes=1000, element_size=4)
+    windows = plan_windows(
+        [row_split(0), row_split(1)], whole_padded(), max_bytes=1000, element_size=4
+    )
     assert len(windows) == 1
     sent = {rank: [(p.canonical, p.source) for p in pieces] for rank, pieces in windows[0].senders}
     assert sent[0] == [("m", Box((0, 0), (2, 2))), ("v", Box.full((3,)))]
@@ -46,7 +48,9 @@ def test_each_box_is_sent_once_by_its_lowest_holder() -> None:
 
 
 def test_a_small_window_holds_one_parameter_each() -> None:
-    windows = plan_windows([row_split(0), row_split(1)], whole_padded(), max_bytes=1, element_size=4)
+    windows = plan_windows(
+        [row_split(0), row_split(1)], whole_padded(), max_bytes=1, element_size=4
+    )
     assert [w.parameters for w in windows] == [("em",), ("ev",)]
     assert [w.canonical for w in windows] == [("m",), ("v",)]
 
@@ -57,7 +61,9 @@ def test_a_box_that_no_trainer_holds_is_an_error() -> None:
 
 
 def test_cut_shards_places_boxes_and_leaves_padding_zero() -> None:
-    window = plan_windows([row_split(0), row_split(1)], whole_padded(), max_bytes=1000, element_size=4)[0]
+    window = plan_windows(
+        [row_split(0), row_split(1)], whole_padded(), max_bytes=1000, element_size=4
+    )[0]
     m, v = torch.arange(8.0).view(4, 2), torch.tensor([7.0, 8.0, 9.0])
     shards = cut_shards(window, {"m": m, "v": v}, whole_padded())
     assert torch.equal(shards["em"], torch.cat([m, torch.zeros(2, 2)]))
@@ -65,6 +71,8 @@ def test_cut_shards_places_boxes_and_leaves_padding_zero() -> None:
 
 
 def test_a_layout_that_leaves_its_tensor_is_refused() -> None:
-    layout = WeightLayout(SHAPES, {"x": (3,)}, [Placement("v", Box((1,), (4,)), "x", Box.full((3,)))])
+    layout = WeightLayout(
+        SHAPES, {"x": (3,)}, [Placement("v", Box((1,), (4,)), "x", Box.full((3,)))]
+    )
     with pytest.raises(ValueError, match="outside"):
         layout.check()

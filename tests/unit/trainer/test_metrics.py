@@ -7,7 +7,12 @@ import torch
 from megarl.trainer.evaluate import wilson_interval
 from megarl.trainer.metrics import Reducer, combine, masked_max, masked_mean, to_floats
 
-REDUCERS: dict[str, Reducer] = {"minerva": "mean", "max_entropy": "mean", "peak": "max", "total": "sum"}
+REDUCERS: dict[str, Reducer] = {
+    "minerva": "mean",
+    "max_entropy": "mean",
+    "peak": "max",
+    "total": "sum",
+}
 
 
 def part(values: list[float], mask: list[float]) -> dict[str, torch.Tensor]:
@@ -30,7 +35,9 @@ def test_a_reducer_is_never_chosen_by_a_word_in_the_name() -> None:
 
 
 def test_masked_values_and_nan_under_the_mask_have_no_effect() -> None:
-    out = to_floats(combine([part([1.0, math.nan, 9.0], [1, 0, 0]), part([math.nan], [0])], REDUCERS), REDUCERS)
+    out = to_floats(
+        combine([part([1.0, math.nan, 9.0], [1, 0, 0]), part([math.nan], [0])], REDUCERS), REDUCERS
+    )
     assert out["minerva"] == 1.0
     assert out["peak"] == 1.0
 
