@@ -1,18 +1,20 @@
 # One command each: `make demo` trains a tiny model by reinforcement, `make test` runs the tests.
 # Both install everything into .venv first; a second run reuses it.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUNS ?= runs
 NPROC ?= 2
 # local JSONL of MAWPS single-operation problems: {"input": ..., "target": ...}
 MAWPS ?= ../shared/data/mawps/singleop.jsonl
+# torchrun would set this itself, with a warning
+export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m megarl
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install demo real real-model test test-fast check format golden clean
+.PHONY: install demo real real-model test test-fast check format clean
 
 install: $(VENV)/.installed
 
@@ -37,7 +39,7 @@ $(RUNS)/real/model/config.json: | install
 
 real: install real-model
 	rm -rf $(RUNS)/real/data $(RUNS)/real/grpo
-	$(BIN)/megarl prepare mawps --input $(MAWPS) --output $(RUNS)/real/data --holdout 100
+	$(BIN)/megarl prepare mawps --input $(MAWPS) --output $(RUNS)/real/data --holdout 100 --holdout-seed 0 --suffix '' --system 'Solve the problem with one equation.' --shots configs/mawps_shots.jsonl
 	$(TORCHRUN) train configs/grpo_smollm2-135m_mawps_cpu.yaml trainer.output_dir=$(RUNS)/real/grpo model.path=$(RUNS)/real/model 'data.train_files=[$(RUNS)/real/data/train.parquet]' 'data.val_files=[$(RUNS)/real/data/test.parquet]'
 
 test: install

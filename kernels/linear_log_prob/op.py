@@ -112,9 +112,8 @@ class _LinearLogProb(torch.autograd.Function):
             torch.zeros(num_tokens, dtype=dtype, device=hidden.device) for _ in range(3)
         )
         logits_of = _Logits(hidden, rows, temperature, dtype, _chunk_size(weight.size(0)))
-        for part in _chunks(
-            num_tokens, weight.size(0)
-        ):  # V_tp: equal on all ranks, as are the collectives
+        # chunks follow V_tp, not num_rows: their number is the number of collectives on every rank
+        for part in _chunks(num_tokens, weight.size(0)):
             z = logits_of(part)
             top = z.amax(-1) if num_rows else z.new_full((z.size(0),), -torch.inf)
             if group is not None:

@@ -112,6 +112,7 @@ def _prepare(args: argparse.Namespace) -> int:
         counts = prepare(
             SOURCES[args.name], args.input, args.output,
             holdout=args.holdout, suffix=args.suffix, system=args.system, shots=args.shots,
+            holdout_seed=args.holdout_seed,
         )  # fmt: skip
     except (DataError, OSError) as error:
         return _refuse(ValueError(str(error)))
@@ -206,6 +207,10 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="last rows kept for evaluation (default 100)",
     )
+    command.add_argument(
+        "--holdout-seed", type=int, metavar="SEED",
+        help="draw the held-out rows at random from this seed; default: the last rows",
+    )  # fmt: skip
     command.add_argument(
         "--suffix",
         metavar="TEXT",

@@ -240,9 +240,8 @@ class MegatronModel:
         """Run the schedule; on the last stage, scores or loss_fn's second value per micro-batch."""
         if not batches:
             raise ValueError("at least one micro-batch is needed on every data-parallel rank")
-        no_tokens = torch.zeros(
-            (), dtype=torch.int, device=self.device
-        )  # the schedule counts; nothing uses it
+        # the schedule sums numbers of tokens; nothing here uses them
+        no_tokens = torch.zeros((), dtype=torch.int, device=self.device)
 
         def forward_step(
             batches: Iterator[TrainBatch], module: torch.nn.Module

@@ -75,8 +75,7 @@ class Optimizer:
             clip_grad=optim.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
         )  # fmt: skip
-        # The standard overrides take norms and biases out of the weight decay; there is no other
-        # place that does.
+        # Only the standard overrides take norms and biases out of the weight decay.
         self._inner = get_megatron_optimizer(
             settings, [ddp], config_overrides=get_standard_config_overrides(settings),
             use_gloo_process_groups=False, pg_collection=pgs,
@@ -95,9 +94,7 @@ class Optimizer:
             group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
         self._inner.prepare_grads()
         norm = float(self._inner.get_grad_norm())
-        if not isfinite(
-            norm
-        ):  # the norm is reduced over the whole role: every rank returns here, or none
+        if not isfinite(norm):  # reduced over the whole role: every rank returns here, or none
             return StepStats(grad_norm=norm, lr=lr, is_finite=False)
         for part in self._inner.chained_optimizers:
             parameters = part.get_parameters()

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megarl.config.errors import ConfigError, require
+
 __all__ = ["World", "free_port", "init_world"]
 
 
@@ -43,7 +45,7 @@ def init_world(*, device: str, timeout_s: float) -> World:
         timeout_s: limit of the rendezvous and of every collective on the default group, seconds.
 
     Raises:
-        RuntimeError: device is "cuda" and there is none.
+        ConfigError: device is "cuda" and there is none, or the rendezvous port cannot be used.
     """
     for key, value in (
         ("RANK", "0"),
@@ -55,17 +57,24 @@ def init_world(*, device: str, timeout_s: float) -> World:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise RuntimeError(
-            "trainer.device=cuda but torch sees no CUDA device; use trainer.device=cpu"
-        )
+    require(
+        has_cuda or device != "cuda", "trainer.device", device, "but torch sees no CUDA device",
+        "use trainer.device=cpu",
+    )  # fmt: skip
     local_rank = int(os.environ["LOCAL_RANK"])
     on_cuda = has_cuda and device != "cpu"
     where = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(where)
     limit = timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous("env://", timeout=limit))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+    except dist.DistNetworkError as error:
+        where_to = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ConfigError(
+            f"MASTER_ADDR:MASTER_PORT={where_to} cannot be used for the rendezvous "
+            f"({str(error).splitlines()[0]}); choose a free port, or let torchrun --standalone do it"
+        ) from error
     store.set_timeout(limit)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",

@@ -86,16 +86,18 @@ def generate(
 
 
 def score(run: Run, groups: Sequence[SampleGroup]) -> None:
-    """Decode each response (for the reward only) and fill reward, accuracy and parsed."""
-    for group in groups:
-        for sample in group.samples:
-            sample.text = run.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            result = run.reward.score(sample.text, group.prompt)
-            sample.reward, sample.accuracy, sample.parsed = (
-                result.reward,
-                result.accuracy,
-                result.parsed,
-            )
+    """Fill text, reward, accuracy and parsed of each sample. Collective: a failure stops every rank."""
+
+    def local() -> None:
+        for group in groups:
+            for sample in group.samples:
+                # for the reward and for dumps only: training uses the ids as they are
+                sample.text = run.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+                result = run.reward.score(sample.text, group.prompt)
+                sample.reward, sample.accuracy = result.reward, result.accuracy
+                sample.parsed = result.parsed
+
+    all_agree("scoring", local)
 
 
 def gather_metas(run: Run, groups: Sequence[SampleGroup]) -> list[SampleMeta]:

@@ -36,9 +36,8 @@ def make_model(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (
-                parameter.dim() == 1
-            ):  # norms start at 1 and biases at 0, where mistakes are invisible
+            # norms start at 1 and biases at 0, where mistakes are invisible
+            if parameter.dim() == 1:
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
             else:
                 parameter.normal_(0.0, 0.15)

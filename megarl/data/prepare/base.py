@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +39,13 @@ class Source:
 def prepare(
     source: Source, input_file: str | Path, output_dir: str | Path, *,
     holdout: int = 100, suffix: str | None = None, system: str | None = None,
-    shots: str | Path | None = None,
+    shots: str | Path | None = None, holdout_seed: int | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Write train.parquet and, for holdout > 0, test.parquet; returns {file name: rows}.
 
     Args:
-        holdout: how many of the last rows go to test.parquet.
+        holdout: how many rows go to test.parquet.
+        holdout_seed: draws them at random, for files in order of difficulty; None: the last rows.
         suffix: text after each question; None: the source's default.
         system: content of a system message before it; None: no such message.
         shots: JSON lines of {"question": ..., "answer": ...}, shown as earlier turns before each
@@ -58,33 +59,25 @@ def prepare(
     suffix = source.default_suffix if suffix is None else suffix
     opening = [{"role": "system", "content": system}] if system else []
     opening += _read_shots(Path(shots)) if shots else []
-    output = Path(output_dir)
-    held: deque[tuple[int, Example]] = deque()
-
-    def training_rows() -> Iterator[PromptRow]:
-        for index, example in enumerate(_iter_examples(source, Path(input_file))):
-            held.append((index, example))
-            if len(held) > holdout:
-                yield to_row(source, *held.popleft(), split="train", suffix=suffix, opening=opening)
-
-    rows = training_rows()
-    first = next(rows, None)
-    if first is None:
+    num_rows = sum(1 for _ in _iter_examples(source, Path(input_file)))
+    if num_rows <= holdout:
         raise DataError(
-            f"{input_file}: has {len(held)} rows, none is left to train on; "
-            f"use holdout < {len(held)}"
+            f"{input_file}: has {num_rows} rows, none is left to train on; use holdout < {num_rows}"
         )
+    if holdout_seed is None:
+        held = set(range(num_rows - holdout, num_rows))
+    else:
+        held = set(random.Random(holdout_seed).sample(range(num_rows), holdout))
+
+    def rows(split: str) -> Iterator[PromptRow]:
+        for index, example in enumerate(_iter_examples(source, Path(input_file))):
+            if (index in held) == (split == "test"):
+                yield to_row(source, index, example, split=split, suffix=suffix, opening=opening)
+
+    output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
-
-    def all_rows() -> Iterator[PromptRow]:
-        yield first
-        yield from rows
-
-    counts = {"train.parquet": write_prompt_rows(output / "train.parquet", all_rows())}
-    if held:
-        test = (to_row(source, i, e, split="test", suffix=suffix, opening=opening) for i, e in held)
-        counts["test.parquet"] = write_prompt_rows(output / "test.parquet", test)
-    return counts
+    splits = ("train", "test") if held else ("train",)
+    return {f"{s}.parquet": write_prompt_rows(output / f"{s}.parquet", rows(s)) for s in splits}
 
 
 def to_row(

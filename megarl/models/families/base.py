@@ -51,9 +51,8 @@ class Family:
     architecture: str  # config.json "architectures"[0]
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim of queries and keys, before RoPE
-    fixed: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # key -> the only value implemented; absent is fine
+    # config.json key -> the only value implemented; an absent key is fine
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

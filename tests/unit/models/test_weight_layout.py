@@ -88,9 +88,8 @@ def test_qkv_is_interleaved_by_kv_group_and_cut_between_groups(what: str) -> Non
     config, tensors = tiny(), canonical(tiny())
     q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.{what}"] for x in "qkv")
     groups, head = 2, 6
-    merged = torch.cat(
-        [x.view(groups, -1, head, *x.shape[1:]) for x in (q, k, v)], dim=1
-    )  # [2, 2 + 1 + 1, 6, ..]
+    parts = [x.view(groups, -1, head, *x.shape[1:]) for x in (q, k, v)]
+    merged = torch.cat(parts, dim=1)  # [2, 2 + 1 + 1, 6, ..]
     for rank, want in enumerate(merged.flatten(0, 2).chunk(2)):
         local = fill(config, ParallelDims(tp=2), rank)
         assert torch.equal(local[f"decoder.layers.1.self_attention.linear_qkv.{what}"], want)
