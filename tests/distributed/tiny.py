@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+from distributed.pool import groups_of
 
+from megarl.config.schema import ModelConfig, OptimConfig
+from megarl.models import MegatronModel
 from megarl.types import TokenScores, TrainBatch
 
-__all__ = ["FAMILIES", "VOCAB", "hf_scores", "loss_fn", "make_batch", "make_batches", "make_model"]
+__all__ = [
+    "FAMILIES",
+    "VOCAB",
+    "frozen",
+    "hf_scores",
+    "loss_fn",
+    "make_batch",
+    "make_batches",
+    "make_model",
+    "trainable",
+]
 
 VOCAB = 131  # odd: tp=2 pads it
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -85,3 +99,23 @@ def hf_scores(model: torch.nn.Module, batch: TrainBatch, temperature: float) -> 
         log_probs.append(torch.cat([first, every.gather(-1, ids[1:, None])[:, 0]]))
         entropy.append(torch.cat([first, -(every.exp() * every).sum(-1)]))
     return TokenScores(log_probs=torch.cat(log_probs), entropy=torch.cat(entropy))
+
+
+def frozen(path: str, layout: dict[str, Any] | None = None, **options: Any) -> MegatronModel:
+    """A model without gradients in a layout given as axis sizes; `options` go to ModelConfig."""
+    return MegatronModel.build(
+        ModelConfig(path=path, **options),
+        groups_of(**(layout or {})),
+        device=torch.device("cpu"),
+        trainable=None,
+    )
+
+
+def trainable(
+    path: str, layout: dict[str, Any] | None = None, *, lr: float = 1e-3, **options: Any
+) -> MegatronModel:
+    """The same with an optimizer."""
+    return MegatronModel.build(
+        ModelConfig(path=path, **options), groups_of(**(layout or {})), device=torch.device("cpu"),
+        trainable=OptimConfig(lr=lr), num_steps=10,
+    )  # fmt: skip

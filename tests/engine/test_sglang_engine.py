@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_models
+from torch.distributed import TCPStore
 
 from megarl.config.schema import RolloutConfig
 from megarl.rollout import (
@@ -30,6 +31,7 @@ from megarl.rollout import (
     create_engine,
     digest,
 )
+from megarl.rollout.sglang_process import hold_free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("needs_sglang")]
 
@@ -235,17 +237,14 @@ def test_broken_weights_are_an_error_with_the_schedulers_own_words(
         )
 
 
-def test_an_occupied_port_is_an_error_that_names_it(
-    no_children_left: None, model_a: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megarl.rollout import sglang_process
-
-    with socket.socket() as other:
-        other.bind(("0.0.0.0", 0))
-        other.listen()
-        monkeypatch.setattr(sglang_process, "hold_free_port", lambda: other)
-        with pytest.raises(RolloutError, match="(?i)address already in use"):
-            create_engine(RolloutConfig(max_total_tokens=4096), model_path=model_a, dtype="float32")
+def test_the_port_of_an_engine_is_its_own_until_the_scheduler_takes_it() -> None:
+    with hold_free_port() as holder:
+        port = holder.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
 
 
 def test_a_start_over_its_time_limit_is_ended(no_children_left: None, model_a: str) -> None:
