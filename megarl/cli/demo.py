@@ -1,7 +1,8 @@
-"""`megarl demo-assets`: a tiny model, its tokenizer and arithmetic word problems, made from nothing.
+"""`megarl demo-assets`: a tiny model, its tokenizer and word problems, made from nothing.
 
-The demonstrations are deliberately unreliable: their author takes "gives away" for "gets" two times in three.
-So the warm start learns to calculate and a wrong habit; only the reward can tell the right operation.
+The demonstrations are deliberately unreliable: their author takes "gives away" for "gets" two times
+in three. So the warm start learns to calculate and a wrong habit; only the reward can tell the
+right operation.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Problem:
 
     @property
     def question(self) -> str:
-        return f"{self.name} has {self.a} {self.thing} . {self.name} {self.verb} {self.b} . How many now ?"
+        return (
+            f"{self.name} has {self.a} {self.thing} . "
+            f"{self.name} {self.verb} {self.b} . How many now ?"
+        )
 
     @property
     def result(self) -> int:
@@ -64,7 +68,7 @@ def all_problems() -> Iterator[Problem]:
 
 
 def write_demo_assets(output: Path, *, seed: int = 0) -> dict[str, int]:
-    """Write model/, train.parquet, test.parquet and demonstrations.parquet; returns the number of rows of each.
+    """Write model/, train.parquet, test.parquet and demonstrations.parquet; returns their row counts.
 
     Half of each file are losses. The held-out problems are in neither of the others.
     """
@@ -128,8 +132,9 @@ def _write_model(folder: Path, *, seed: int) -> None:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(vocab), hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=vocab["<end>"], pad_token_id=vocab["<pad>"], initializer_range=0.05,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        tie_word_embeddings=False, initializer_range=0.05,
+        bos_token_id=None, eos_token_id=vocab["<end>"], pad_token_id=vocab["<pad>"],
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
 
@@ -161,7 +166,8 @@ def _write_tokenizer(folder: Path) -> dict[str, int]:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="<end>",
-        additional_special_tokens=["<user>", "<system>", "<assistant>"], chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=["<user>", "<system>", "<assistant>"],
+        chat_template=CHAT_TEMPLATE,
     )  # fmt: skip
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(

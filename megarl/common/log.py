@@ -27,7 +27,7 @@ def configure_logging() -> None:
 
 
 def quiet_third_parties() -> None:
-    """Silence what megatron, torch.distributed and torchao say at every start, whatever the user does.
+    """Silence what megatron, torch.distributed and torchao say at every start, whatever one does.
 
     Call before importing them. Errors still show.
     """

@@ -10,7 +10,10 @@ __all__ = ["PhaseTimer"]
 
 
 class PhaseTimer:
-    """`with timer("generate"): ...` adds to `seconds["generate"]`; `total_s` counts from construction."""
+    """`with timer("generate"): ...` adds to `seconds["generate"]`.
+
+    `total_s` counts from construction.
+    """
 
     def __init__(self) -> None:
         self.start = time.perf_counter()

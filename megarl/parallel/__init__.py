@@ -12,6 +12,6 @@ from megarl.parallel.groups import ParallelGroups
 from megarl.parallel.world import World, free_port, init_world
 
 __all__ = [
-    "AXES", "Coordinate", "ParallelDims", "ParallelGroups", "PeerFailure", "World", "all_agree", "exchange",
-    "free_port", "gather_lists", "gather_objects", "init_world",
+    "AXES", "Coordinate", "ParallelDims", "ParallelGroups", "PeerFailure", "World", "all_agree",
+    "exchange", "free_port", "gather_lists", "gather_objects", "init_world",
 ]  # fmt: skip

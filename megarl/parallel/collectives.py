@@ -1,4 +1,7 @@
-"""Collectives on ragged and Python data, and agreement on failure. Every rank of the group calls, in the same order."""
+"""Collectives on ragged and Python data, and agreement on failure.
+
+Every rank of the group calls, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def gather_lists(values: list[T], group: ProcessGroup | None = None) -> list[T]:
 
 
 def all_agree(what: str, action: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """Run a rank-local `action`; if it raises on any rank, every rank raises before the next collective.
+    """Run a rank-local `action`; if it raises on any rank, all raise before the next collective.
 
     Raises:
         The rank's own exception where it happened; PeerFailure elsewhere.
@@ -61,13 +64,14 @@ def exchange(
         num_recv: {source global rank: number of elements to expect}; both sides must agree.
 
     Returns:
-        {source: [num_recv[source]] tensor}. A rank's message to itself is handed over without a copy.
+        {source: [num_recv[source]] tensor}. A rank's message to itself is handed over uncopied.
     """
     me = dist.get_rank()
     received = {src: torch.empty(n, dtype=dtype) for src, n in num_recv.items()}
     work = [dist.irecv(received[s], src=s) for s, n in sorted(num_recv.items()) if n and s != me]
     work += [dist.isend(t, dst=d) for d, t in sorted(send.items()) if t.numel() and d != me]
     for w in work:
+        assert w is not None  # None is for ranks outside the group: there are none
         w.wait()
     if me in num_recv:
         own = send.get(me, torch.empty(0, dtype=dtype))

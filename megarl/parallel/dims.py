@@ -68,7 +68,10 @@ class ParallelDims:
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Every group of ranks that differ only along `axes`; ranks ascend, groups are in order of first rank."""
+        """Every group of ranks that differ only along `axes`.
+
+        Ranks ascend within a group; groups are in the order of their first ranks.
+        """
         fixed = [a for a in AXES if a not in axes]
         out = []
         for values in product(*(range(getattr(self, a)) for a in reversed(fixed))):

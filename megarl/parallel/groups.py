@@ -1,7 +1,7 @@
 """ParallelGroups: the process groups of one role, built once at start and handed down.
 
-Every rank of the job calls `build` for every role in the same order (torch requires it of new_group), with
-an explicit timeout: new_group does not inherit that of init_process_group.
+Every rank of the job calls `build` for every role in the same order (torch requires it of
+new_group), with an explicit timeout: new_group does not inherit that of init_process_group.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ParallelGroups:
     tp_pp: ProcessGroup
     tp_dp_cp: ProcessGroup
     role: ProcessGroup  # every rank of the role
-    embd: ProcessGroup  # first and last pipeline stage (tied embeddings); a group of one on middle stages
-    pos_embd: ProcessGroup  # first pipeline stage
+    embd: ProcessGroup  # first and last pipeline stage (tied embeddings); middle ones: alone
+    pos_embd: ProcessGroup  # first pipeline stage; others: alone
 
     @property
     def is_first_stage(self) -> bool:
@@ -47,8 +47,8 @@ class ParallelGroups:
     def build(cls, dims: ParallelDims, *, timeout_s: float) -> ParallelGroups | None:
         """Create every group of the role; returns None on a rank outside `dims.ranks`.
 
-        Raises ValueError when the role does not fit the world, RuntimeError when a built group has not
-        the size its axes say.
+        Raises ValueError when the role does not fit the world, RuntimeError when a built group has
+        not the size its axes say.
         """
         world, rank = dist.get_world_size(), dist.get_rank()
         if dims.ranks.stop > world:
@@ -70,7 +70,8 @@ class ParallelGroups:
         }  # fmt: skip
         built = {name: mine(dims.groups(*axes)) for name, axes in products.items()}
         lines = dims.groups("pp")
-        # finalize_model_grads falls back to megatron's globals on a None group: middle stages get one of their own
+        # finalize_model_grads falls back to megatron's globals on a None group: middle stages get
+        # one of their own
         ends = [sorted({line[0], line[-1]}) for line in lines]
         built["embd"] = mine(ends + [[r] for line in lines for r in line[1:-1]])
         built["pos_embd"] = mine(
@@ -78,15 +79,16 @@ class ParallelGroups:
         )
         if rank not in dims.ranks:
             return None
+        groups = {name: group for name, group in built.items() if group is not None}
         for name, axes in products.items():
             expected = 1
             for axis in axes:
                 expected *= getattr(dims, axis)
-            if built[name].size() != expected:  # type: ignore[union-attr]
+            if groups[name].size() != expected:
                 raise RuntimeError(
-                    f"group {name} has {built[name].size()} ranks, {axes} need {expected}"
-                )  # type: ignore[union-attr]
-        return cls(dims=dims, coordinate=dims.coordinate(rank), **built)  # type: ignore[arg-type]
+                    f"group {name} has {groups[name].size()} ranks, {axes} need {expected}"
+                )
+        return cls(dims=dims, coordinate=dims.coordinate(rank), **groups)
 
     def describe(self) -> str:
         """One line per axis: size and the ranks of the first group, as the start-up table."""

@@ -73,7 +73,8 @@ def init_world(*, device: str, timeout_s: float) -> World:
         where_to = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ConfigError(
             f"MASTER_ADDR:MASTER_PORT={where_to} cannot be used for the rendezvous "
-            f"({str(error).splitlines()[0]}); choose a free port, or let torchrun --standalone do it"
+            f"({str(error).splitlines()[0]}); "
+            "choose a free port, or let torchrun --standalone do it"
         ) from error
     store.set_timeout(limit)
     dist.init_process_group(

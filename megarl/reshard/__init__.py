@@ -1,4 +1,7 @@
-"""Moves the actor's weights from the training layout into the engines' layout. Knows no engine, no model family."""
+"""Moves the actor's weights from the training layout into the engines' layout.
+
+Knows no engine and no model family.
+"""
 
 from megarl.reshard.push import PushStats, WeightPush
 

@@ -1,8 +1,9 @@
 """Windows of a weight push and the per-tensor gather that fills them.
 
-Pure part: which canonical tensors travel together and who sends which boxes, the same on every rank.
-Collective part: `gather_window` broadcasts each sender's boxes to all ranks. Simple and bounded (one window
-of full tensors at a time); shard-to-shard transfer behind the same interface belongs to the planner.
+Pure part: which canonical tensors travel together and who sends which boxes, the same on every
+rank. Collective part: `gather_window` broadcasts each sender's boxes to all ranks. Simple and
+bounded (one window of full tensors at a time); shard-to-shard transfer behind the same interface
+belongs to the planner.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Window:
-    """Canonical tensors that travel together: exactly those that `parameters` of the engine are made of."""
+    """Canonical tensors that travel together: exactly those the engine's `parameters` are made of."""
 
     canonical: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -42,7 +43,7 @@ class Window:
 def plan_windows(
     train: Sequence[WeightLayout], engine: WeightLayout, *, max_bytes: int, element_size: int
 ) -> list[Window]:
-    """Group the engine's parameters into windows of at most `max_bytes` (at least one parameter each).
+    """Group the engine's parameters into windows of at most `max_bytes`, but at least one parameter.
 
     Args:
         train: layout of every rank of the job, by rank.
@@ -75,7 +76,8 @@ def plan_windows(
         held = sum(p.source.num_elements for _, p in holders.get(name, []))
         if held != prod(engine.canonical_shapes[name]):
             raise WeightSyncError(
-                f"the trainers hold {held} of {prod(engine.canonical_shapes[name])} elements of {name}"
+                f"the trainers hold {held} of {prod(engine.canonical_shapes[name])} "
+                f"elements of {name}"
             )
     return windows
 

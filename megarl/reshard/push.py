@@ -1,7 +1,7 @@
 """WeightPush: the actor's weights, from the training layout into every engine replica, verified.
 
-Data path: trainer.update -> WeightPush -> rollout. A push that fails, is partial, arrives changed, or changes
-nothing although the update should have, raises WeightSyncError on every rank.
+Data path: trainer.update -> WeightPush -> rollout. A push that fails, is partial, arrives changed,
+or changes nothing although the update should have, raises WeightSyncError on every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PushStats:
     version: int
     sent_bytes: int  # canonical bytes broadcast, all ranks together
     num_windows: int
-    num_changed: int  # engine parameters of this replica that differ from the push before (all, the first time)
+    num_changed: int  # this replica's parameters that differ from the push before; at first all
 
 
 class WeightPush:
@@ -81,8 +81,8 @@ class WeightPush:
         """Install `parameters` (this rank's local ones) in all engines as `version`.
 
         Raises:
-            WeightSyncError: refused, partial, arrived changed, or nothing changed though `must_change`;
-                PeerFailure on the other ranks.
+            WeightSyncError: refused, partial, arrived changed, or nothing changed though
+                `must_change`; PeerFailure on the other ranks.
         """
         all_agree("weight push", lambda: self.engine.begin_update() if self.engine else None)
         digests: dict[str, str] = {}
@@ -123,8 +123,8 @@ class WeightPush:
             wrong = [name for name, value in want.items() if got.get(name) != value]
             if wrong:
                 raise WeightSyncError(
-                    f"version {version}: {len(wrong)} of {len(want)} parameters of engine rank {tp_rank} "
-                    f"differ from what was sent, first {wrong[0]}"
+                    f"version {version}: {len(wrong)} of {len(want)} parameters of "
+                    f"engine rank {tp_rank} differ from what was sent, first {wrong[0]}"
                 )
         before = self.last_digests or [{} for _ in sent]
         changed = sum(
@@ -133,7 +133,7 @@ class WeightPush:
         self.last_digests = sent
         if must_change and changed == 0:
             raise WeightSyncError(
-                f"version {version}: the update changed no weight of the engine; the learning rate may be "
-                "below the weights' precision (raise optim.lr or use model.dtype=float32)"
+                f"version {version}: the update changed no weight of the engine; the learning rate "
+                "may be below the weights' precision (raise optim.lr or use model.dtype=float32)"
             )
         return changed

@@ -22,12 +22,13 @@ PHASES = ("generate", "reward", "assemble", "log_probs", "update", "sync")
 def progress_line(
     step: int, num_steps: int, metrics: dict[str, float], *, elapsed_s: float
 ) -> None:
-    """Log reward, accuracy, KL, entropy, gradient norm, speed, seconds per phase and the time left."""
+    """Log reward, accuracy, KL, entropy, gradient norm, speed, phase seconds and the time left."""
     eta_s = elapsed_s / step * (num_steps - step)
     kl = metrics.get("update/ref_kl", metrics.get("rollout/kl", 0.0))
     phases = " ".join(f"{p} {metrics.get(f'time/{p}_s', 0.0):.1f}" for p in PHASES)
     logger.info(
-        "step %d/%d reward %.3f acc %.3f kl %.2g entropy %.3f grad %.3g | len %.1f %.0f tok/s | %s | eta %s",
+        "step %d/%d reward %.3f acc %.3f kl %.2g entropy %.3f grad %.3g | "
+        "len %.1f %.0f tok/s | %s | eta %s",
         step, num_steps, metrics["reward/mean"], metrics["reward/accuracy"], kl,
         metrics.get("update/entropy", float("nan")), metrics["update/grad_norm"],
         metrics["rollout/length/mean"], metrics["time/tokens_per_s"], phases, _clock(eta_s),

@@ -30,7 +30,7 @@ class Interval:
 
 
 def wilson_interval(num_right: float, count: int, z: float = 1.959964) -> Interval:
-    """Wilson's score interval of a share (https://www.jstor.org/stable/2276774); needs count >= 1."""
+    """Wilson's score interval of a share, https://www.jstor.org/stable/2276774. Needs count >= 1."""
     p, z2 = num_right / count, z * z
     centre = (p + z2 / (2 * count)) / (1 + z2 / count)
     half = z / (1 + z2 / count) * sqrt(p * (1 - p) / count + z2 / (4 * count * count))
@@ -38,7 +38,7 @@ def wilson_interval(num_right: float, count: int, z: float = 1.959964) -> Interv
 
 
 def evaluate(run: Run, *, step: int) -> Interval | None:
-    """Accuracy of greedy answers to every held-out prompt; None without held-out prompts. Collective."""
+    """Accuracy of greedy answers to every held-out prompt; None if there are none. Collective."""
     if run.val_prompts is None:
         return None
     rollout = run.config.rollout

@@ -1,7 +1,7 @@
-"""From prompts to packed micro-batches: generate, score, and move tokens to the ranks that train on them.
+"""From prompts to packed micro-batches: generate, score, move tokens to the ranks that train on them.
 
-Metadata (lengths, rewards, versions) is gathered everywhere; the assignment to data-parallel ranks and
-micro-batches is then computed alike on every rank; response tokens move point to point.
+Metadata (lengths, rewards, versions) is gathered everywhere; the assignment to data-parallel ranks
+and micro-batches is then computed alike on every rank; response tokens move point to point.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Experience:
 def generate(
     run: Run, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str, seed: int
 ) -> list[SampleGroup]:
-    """This replica's share of the responses; empty on ranks that lead no replica. Collective over the job.
+    """This replica's share of the responses; empty on ranks that lead no replica.
+
+    Collective over the job.
 
     Args:
         name: of the shared counter, new for every call.
@@ -86,7 +88,7 @@ def generate(
 
 
 def score(run: Run, groups: Sequence[SampleGroup]) -> None:
-    """Fill text, reward, accuracy and parsed of each sample. Collective: a failure stops every rank."""
+    """Fill text, reward, accuracy and parsed of each sample. Collective: a failure stops all."""
 
     def local() -> None:
         for group in groups:
@@ -104,7 +106,8 @@ def gather_metas(run: Run, groups: Sequence[SampleGroup]) -> list[SampleMeta]:
     """Metadata of every sample of the step on every rank, by (group, index)."""
     local = [
         SampleMeta(
-            origin=run.world.rank, group=s.group, index=s.index, num_response_tokens=len(s.response_ids),
+            origin=run.world.rank, group=s.group, index=s.index,
+            num_response_tokens=len(s.response_ids),
             reward=s.reward, accuracy=s.accuracy, is_parsed=s.parsed is not None,
             finish_reason=s.finish_reason, weight_version=s.weight_version,
         )
@@ -124,8 +127,8 @@ def assemble(run: Run, prompts: Sequence[Prompt], groups: Sequence[SampleGroup])
     wrong = [m for m in metas if m.weight_version != run.weight_version]
     if wrong:
         raise WeightSyncError(
-            f"{len(wrong)} of {len(metas)} samples come from weight version {wrong[0].weight_version}; "
-            f"this step trains on version {run.weight_version}"
+            f"{len(wrong)} of {len(metas)} samples come from weight version "
+            f"{wrong[0].weight_version}; this step trains on version {run.weight_version}"
         )
     lengths = [len(prompts[m.group].prompt_ids) + m.num_response_tokens for m in metas]
     dims, trainer = run.groups.dims, run.config.trainer
@@ -135,7 +138,8 @@ def assemble(run: Run, prompts: Sequence[Prompt], groups: Sequence[SampleGroup])
             positions,
             assign(
                 [lengths[p] for p in positions], num_parts=dims.dp,
-                max_tokens=trainer.max_tokens_per_microbatch, multiple=multiple, hidden_size=run.hidden_size,
+                max_tokens=trainer.max_tokens_per_microbatch,
+                multiple=multiple, hidden_size=run.hidden_size,
             ),
         )
         for positions in _minibatch_positions(metas, run.config.algorithm.num_minibatches)
@@ -178,7 +182,10 @@ def _move_samples(
     groups: Sequence[SampleGroup],
     needs: Sequence[Sequence[int]],
 ) -> dict[int, Sample]:
-    """{position: sample} of those this rank trains on. Prompts are known everywhere; only responses move."""
+    """{position: sample} of those this rank trains on.
+
+    Prompts are known everywhere; only responses move.
+    """
     me, dims = run.world.rank, run.groups.dims
     held = {(s.group, s.index): s for g in groups for s in g.samples}
 
@@ -219,7 +226,7 @@ def _move_samples(
 
 
 def set_advantages(run: Run, experience: Experience) -> torch.Tensor:
-    """Estimate one advantage per sample from the rewards, put it on its trained tokens, return them [N]."""
+    """Estimate one advantage per sample from the rewards, put it on its tokens, return them [N]."""
     cfg = run.config.algorithm
     rewards = torch.tensor([m.reward for m in experience.metas])
     groups = torch.tensor([m.group for m in experience.metas])

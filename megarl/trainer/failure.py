@@ -1,7 +1,8 @@
 """Stopping: one rank's failure stops all, with its traceback first, no hang and no orphan.
 
-The first rank that fails prints its traceback and leaves a notice in the launcher's store. Ranks that fail
-because of it, by an agreed failure or a broken collective, wait for the notice and add one line.
+The first rank that fails prints its traceback and leaves a notice in the launcher's store. Ranks
+that fail because of it, by an agreed failure or a broken collective, wait for the notice and add
+one line.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def run_guarded(world: World, main: Callable[[], None], cleanup: Callable[[], No
     """Run `main`, always `cleanup`.
 
     Returns:
-        0; 2 when the settings or the data cannot work (said in one line); 1 after any other failure, here
-        or on another rank; 130 after an interrupt.
+        0; 2 when the settings or the data cannot work (said in one line); 1 after any other
+        failure, here or on another rank; 130 after an interrupt.
     """
     code = 0
     try:
@@ -83,7 +84,7 @@ def _report(world: World, error: Exception) -> None:
 
 
 def _wait_for_notice(world: World) -> str | None:
-    """The first failure's notice; None if there is none within a few seconds (its rank was killed)."""
+    """The first failure's notice; None if none comes within seconds (its rank was killed)."""
     deadline = time.monotonic() + WAIT_FOR_NOTICE_S
     try:
         while not world.store.check([NOTICE]):

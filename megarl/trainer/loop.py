@@ -12,6 +12,7 @@ from megarl.rollout.seeds import derive_seed
 from megarl.trainer.console import progress_line
 from megarl.trainer.evaluate import evaluate
 from megarl.trainer.experience import Experience, assemble, generate, score, set_advantages
+from megarl.trainer.memory import resident_bytes, trim_memory
 from megarl.trainer.metrics import gather_samples
 from megarl.trainer.setup import Run
 from megarl.trainer.update import add_log_probs, update
@@ -50,6 +51,7 @@ def train_loop(run: Run) -> None:
         if trainer.eval_every and step % trainer.eval_every == 0 and step < trainer.num_steps:
             evaluate(run, step=step)
         report(run, step, metrics, groups, started)
+        trim_memory(run.world.device)
     evaluate(run, step=trainer.num_steps)
 
 
@@ -57,7 +59,8 @@ def sampling(run: Run) -> SamplingParams:
     """How training responses are drawn."""
     cfg = run.config.rollout
     return SamplingParams(
-        max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k,
+        max_new_tokens=cfg.max_new_tokens,
+        temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k,
         stop_token_ids=tuple(cfg.stop_token_ids), num_samples=cfg.num_samples,
     )  # fmt: skip
 
@@ -99,6 +102,7 @@ def describe(
         "batch/num_microbatches": float(len(experience.batches)),
         "batch/padding_frac": experience.padding_frac,
         "batch/imbalance": experience.imbalance,
+        "memory/resident_bytes": float(resident_bytes()),
         "time/step_s": total_s,
         "time/tokens_per_s": num_tokens / total_s,
         "time/response_tokens_per_s": num_response / total_s,
@@ -113,7 +117,10 @@ def report(
     groups: Sequence[SampleGroup],
     started: PhaseTimer,
 ) -> None:
-    """Write metrics and samples and print the step's line. Collective: samples come from every replica."""
+    """Write metrics and samples and print the step's line.
+
+    Collective: samples come from every replica.
+    """
     rows = gather_samples(groups, step=step, limit=run.config.trainer.num_dump_samples)
     if run.writer is not None:
         run.writer.write(step, metrics)

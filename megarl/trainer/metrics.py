@@ -1,6 +1,7 @@
-"""Metrics: each has its own reducer, is reduced once over the ranks that saw different data, and written out.
+"""Metrics: each has its own reducer, is reduced once over the ranks with different data, and written.
 
-Means travel as (sum, count) and are divided at the end: never a mean of means, never chosen by a name.
+Means travel as (sum, count) and are divided at the end: never a mean of means, never chosen by a
+name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megarl.parallel import gather_lists
 from megarl.types import SampleGroup
 
 __all__ = [
-    "MetricWriter", "Reducer", "Values", "combine", "gather_samples", "masked_max", "masked_mean", "reduce_values", "to_floats",
+    "MetricWriter", "Reducer", "Values", "combine", "gather_samples", "masked_max",
+    "masked_mean", "reduce_values", "to_floats",
 ]  # fmt: skip
 
 Reducer = Literal["mean", "max", "sum"]
@@ -27,7 +29,7 @@ Values = dict[str, torch.Tensor]
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(sum, count) of `values` where `mask` is 1, as [2] float64. NaN under the mask has no effect."""
+    """(sum, count) of `values` where `mask` is 1, as [2] float64. NaN where it is 0 has no effect."""
     kept = torch.where(mask > 0, values.detach().double(), 0.0)
     return torch.stack([kept.sum(), mask.double().sum()])
 
@@ -90,7 +92,7 @@ def to_floats(values: Values, reducers: Mapping[str, Reducer]) -> dict[str, floa
 
 
 def gather_samples(groups: Sequence[SampleGroup], *, step: int, limit: int) -> list[dict[str, Any]]:
-    """Readable rows of up to `limit` samples, the first of each group first. Collective over the job."""
+    """Readable rows of up to `limit` samples, the first of each group first. Collective (job)."""
     local = sorted((s for g in groups for s in g.samples), key=lambda s: (s.index, s.group))[:limit]
     prompts = {s.group: g.prompt for g in groups for s in g.samples}
     rows = [

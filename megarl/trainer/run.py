@@ -38,7 +38,11 @@ def train(config: TrainConfig) -> int:
         if run.is_main:
             logger.info("%s", write_summary(output_dir, run.evaluations, elapsed_s=timer.total_s))
 
-    code = run_guarded(world, main, lambda: [run.close() for run in built])  # type: ignore[arg-type,return-value]
+    def close() -> None:
+        for run in built:
+            run.close()
+
+    code = run_guarded(world, main, close)
     if code:
         leave(code)
     return code

@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """This rank's place in the rollout layout: consecutive ranks form a replica, the first one leads it."""
+    """This rank's place in the rollout layout: consecutive ranks form a replica, the first leads."""
 
     index: int
     num_replicas: int
@@ -122,9 +122,10 @@ def build_run(config: TrainConfig, world: World, output_dir: Path) -> Run:
     )
     if world.rank == 0:
         _report_data(train_prompts, val_prompts)
+    algorithm = config.algorithm
     actor = MegatronModel.build(
         config.model, groups, device=world.device, trainable=config.optim,
-        num_steps=config.trainer.num_steps * config.algorithm.num_epochs * config.algorithm.num_minibatches,
+        num_steps=config.trainer.num_steps * algorithm.num_epochs * algorithm.num_minibatches,
         seed=config.trainer.seed,
     )  # fmt: skip
     reference = None

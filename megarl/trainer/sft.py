@@ -53,8 +53,8 @@ def _train(config: SftConfig, world: World) -> None:
     rows = all_agree("reading the data", lambda: load_rows(config))
     logger.info("training rows: %d", len(rows))
     model = MegatronModel.build(
-        config.model, groups, device=world.device, trainable=config.optim, num_steps=trainer.num_steps,
-        seed=trainer.seed,
+        config.model, groups, device=world.device, trainable=config.optim,
+        num_steps=trainer.num_steps, seed=trainer.seed,
     )  # fmt: skip
     hidden_size = json.loads((Path(config.model.path) / "config.json").read_text())["hidden_size"]
     order = PromptOrder(
@@ -70,7 +70,8 @@ def _train(config: SftConfig, world: World) -> None:
             if step % max(1, trainer.num_steps // 10) == 0 or step == 1:
                 logger.info(
                     "sft step %d/%d loss %.4f grad %.3g, %.0f s",
-                    step, trainer.num_steps, metrics["sft/loss"], metrics["sft/grad_norm"], timer.total_s,
+                    step, trainer.num_steps, metrics["sft/loss"], metrics["sft/grad_norm"],
+                    timer.total_s,
                 )  # fmt: skip
     model.save_hf(output_dir / "final")
     if writer is not None:
@@ -121,7 +122,8 @@ def _batches(
     dims = groups.dims
     multiple = dims.tp if dims.sequence_parallel else 1
     plan = assign(
-        [r.num_tokens for r in rows], num_parts=dims.dp, max_tokens=config.trainer.max_tokens_per_microbatch,
+        [r.num_tokens for r in rows], num_parts=dims.dp,
+        max_tokens=config.trainer.max_tokens_per_microbatch,
         multiple=multiple, hidden_size=hidden_size,
     )  # fmt: skip
     return [

@@ -1,4 +1,4 @@
-"""The policy update: epochs and minibatches, one optimizer step each, guarded before it is taken."""
+"""The policy update: epochs of minibatches, one optimizer step each, guarded before it is taken."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ UPDATE_METRICS: dict[str, Reducer] = {
 
 
 class GuardTripped(RuntimeError):
-    """An invariant of the update does not hold; no weight was changed by the update that showed it."""
+    """An invariant of the update does not hold; the update that showed it changed no weight."""
 
 
 def add_log_probs(run: Run, experience: Experience) -> None:
-    """Fill old_log_probs (when a step has several updates) and ref_log_probs (when there is a reference).
+    """Fill old_log_probs (if a step has several updates) and ref_log_probs (if there is a reference).
 
-    With one update per step the current log-probs are the old ones and no extra forward pass is made.
+    With one update per step the current log-probs are the old ones; no extra forward pass is made.
     """
     cfg, temperature = run.config.algorithm, run.config.rollout.temperature
     batches = experience.batches
@@ -95,7 +95,8 @@ def policy_loss(
     max_length: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One micro-batch's share of the minibatch loss, and its metric sums (see UPDATE_METRICS)."""
-    assert batch.advantages is not None and batch.rollout_log_probs is not None
+    assert batch.advantages is not None
+    assert batch.rollout_log_probs is not None
     mask = batch.response_mask
     weights = token_weights(
         cfg.loss_aggregation, mask, batch.cu_seqlens, counts, max_length=max_length
@@ -141,7 +142,8 @@ def update(run: Run, experience: Experience) -> dict[str, float]:
     """Train on the step's samples. Collective over the role.
 
     Returns:
-        Metrics over all tokens of all updates; losses are the mean over updates, norm and lr those of the last.
+        Metrics over all tokens of all updates; losses are the mean over updates, norm and lr those
+        of the last.
 
     Raises:
         GuardTripped: non-finite loss or gradient, or engine and trainer disagree on the log-probs.
@@ -175,7 +177,10 @@ def _update_once(run: Run, batches: Sequence[TrainBatch]) -> tuple[Values, dict[
 
 
 def _check(metrics: dict[str, float], max_log_prob_diff: float | None) -> None:
-    """Stop before the optimizer when the numbers cannot be right. Metrics are equal on all ranks, so all stop."""
+    """Stop before the optimizer when the numbers cannot be right.
+
+    Metrics are equal on all ranks, so all stop.
+    """
     if not isfinite(metrics["update/loss"]):
         raise GuardTripped(
             f"update/loss is {metrics['update/loss']}; the optimizer step was not taken"
@@ -184,5 +189,6 @@ def _check(metrics: dict[str, float], max_log_prob_diff: float | None) -> None:
     if max_log_prob_diff is not None and not diff <= max_log_prob_diff:
         raise GuardTripped(
             f"engine and trainer differ by {diff:.3g} in the log-prob of a token, more than "
-            f"rollout.max_log_prob_diff={max_log_prob_diff}: their weights, masks or numerics are not the same"
+            f"rollout.max_log_prob_diff={max_log_prob_diff}: "
+            "their weights, masks or numerics are not the same"
         )

@@ -1,8 +1,8 @@
 """Carriers of the data path: Prompt -> Sample -> SampleGroup -> TrainBatch.
 
-Each field says its shape, its unit and which stage fills it. One layout between stages: packed tokens [T]
-with cu_seqlens [S+1]. Per-token tensors sit on the token they score:
-`log_probs[t] = log p(input_ids[t] | earlier tokens of its sequence)`, 0 on the first token of a sequence.
+Each field says its shape, its unit and which stage fills it. One layout between stages: packed
+tokens [T] with cu_seqlens [S+1]. Per-token tensors sit on the token they score:
+`log_probs[t] = log p(input_ids[t] | earlier tokens of its sequence)`, 0 on a sequence's first token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """One row of a prompt file, tokenised. Filled by `data`."""
 
-    row: int  # row index in the data set: the identity of a prompt (equal text may appear in two rows)
+    row: int  # row index in the data set: a prompt's identity (two rows may have equal text)
     prompt_ids: list[int]
     messages: list[dict[str, str]]  # the chat as read, for dumps and for rewards that look at it
     data_source: str
@@ -62,20 +62,21 @@ class SampleGroup:
 
 @dataclass(kw_only=True)
 class TokenScores:
-    """What the model says about the tokens of one TrainBatch. Filled by models; the same on all ranks of tp and pp."""
+    """What the model says about the tokens of one TrainBatch.
+
+    Filled by models; the same on all ranks of tp and pp.
+    """
 
     log_probs: torch.Tensor  # [T] float32, 0 on the first token of each sequence and on padding
-    entropy: (
-        torch.Tensor
-    )  # [T] float32, entropy of the distribution input_ids[t] was drawn from; 0 likewise
+    entropy: torch.Tensor  # [T] float32, of the distribution of input_ids[t]; 0 likewise
 
 
 @dataclass(kw_only=True)
 class TrainBatch:
     """One packed micro-batch. `data.packing` fills the first block, the trainer the second.
 
-    T tokens, S sequences. A tail that makes T divisible (sequence parallelism) is a sequence of its own with
-    `sample_index` -1 and response_mask 0.
+    T tokens, S sequences. A tail that makes T divisible (sequence parallelism) is a sequence of its
+    own with `sample_index` -1 and response_mask 0.
     """
 
     input_ids: torch.Tensor  # [T] int64

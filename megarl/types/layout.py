@@ -1,8 +1,9 @@
 """Weight layouts as data: which part of which Hugging Face tensor lies where in a local parameter.
 
-The canonical index space is the Hugging Face checkpoint: (tensor name, shape). A trainer rank and an engine
-rank each describe what they hold as a list of `Placement`s; loading, exporting and resharding only ever
-intersect boxes and know no engine and no model family. Pure Python, imports nothing heavy.
+The canonical index space is the Hugging Face checkpoint: (tensor name, shape). A trainer rank and
+an engine rank each describe what they hold as a list of `Placement`s; loading, exporting and
+resharding only ever intersect boxes and know no engine and no model family. Pure Python, imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Placement:
 class WeightLayout:
     """What one rank holds.
 
-    `parameters` gives the local shape of each local parameter. Elements of a local parameter that no
-    placement covers are padding (vocabulary rows added for divisibility) and stay zero.
+    `parameters` gives the local shape of each local parameter. Elements of a local parameter that
+    no placement covers are padding (vocabulary rows added for divisibility) and stay zero.
     """
 
     canonical_shapes: dict[str, tuple[int, ...]]
@@ -91,7 +92,8 @@ class WeightLayout:
                     )
             if p.source.shape != p.target.shape:
                 raise ValueError(
-                    f"{p.canonical} -> {p.parameter}: source {p.source.shape} != target {p.target.shape}"
+                    f"{p.canonical} -> {p.parameter}: "
+                    f"source {p.source.shape} != target {p.target.shape}"
                 )
 
     def covered_elements(self) -> Iterator[tuple[str, int]]:

@@ -75,9 +75,12 @@ def train_once(actor: MegatronModel, batch: TrainBatch) -> None:
 def batch_of(ids: list[int], prompt: int) -> TrainBatch:
     n = len(ids)
     return TrainBatch(
-        input_ids=torch.tensor(ids), position_ids=torch.arange(n), cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
-        response_mask=torch.tensor([0.0] * prompt + [1.0] * (n - prompt)), sample_index=torch.tensor([0]),
-    )  # fmt: skip
+        input_ids=torch.tensor(ids),
+        position_ids=torch.arange(n),
+        cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
+        response_mask=torch.tensor([0.0] * prompt + [1.0] * (n - prompt)),
+        sample_index=torch.tensor([0]),
+    )
 
 
 def greedy(engine: HFEngine) -> tuple[list[int], list[float]]:

@@ -33,7 +33,8 @@ class Job:
     def __init__(self, args: list[str], *, num_ranks: int, log: Path, driver: str | None) -> None:
         program = ["-m", "megarl"] if driver is None else [str(DRIVER), driver]
         launcher = [
-            "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *program
+            "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
+            *program,
         ]  # fmt: skip
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         self.log = log

@@ -72,4 +72,4 @@ def test_a_truncated_file_ends_with_status_two_and_one_message(
     assert done.code != 0
     assert done.leftovers == []
     assert done.output.count("cut.parquet") == 1
-    assert "Traceback (most recent call last):\n  File \"" + str(ROOT) not in done.output
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.output

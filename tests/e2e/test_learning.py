@@ -1,4 +1,4 @@
-"""The whole loop on real parts: Megatron under tensor and pipeline parallelism, SGLang, real weight pushes."""
+"""The whole loop on real parts: Megatron under tp and pp, SGLang, real weight pushes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def grpo_args(model: Path, assets: Path, output: Path, *overrides: str) -> list[str]:
     return [
-        "train", str(ROOT / "configs/grpo_demo_cpu.yaml"), f"trainer.output_dir={output}", f"model.path={model}",
-        f"data.train_files=[{assets / 'train.parquet'}]", f"data.val_files=[{assets / 'test.parquet'}]",
+        "train", str(ROOT / "configs/grpo_demo_cpu.yaml"),
+        f"trainer.output_dir={output}", f"model.path={model}",
+        f"data.train_files=[{assets / 'train.parquet'}]",
+        f"data.val_files=[{assets / 'test.parquet'}]",
         *overrides,
     ]  # fmt: skip
 
@@ -59,8 +61,9 @@ def test_tp2_pp2_training_pushes_into_two_tp2_replicas(
     """Two minibatches, two epochs and a reference, so every kind of log-prob is used."""
     run = tmp_path / "run"
     args = grpo_args(
-        warm_model, assets, run, "trainer.num_steps=2", "parallel={tp: 2, pp: 2, sequence_parallel: true}",
-        "rollout.tp=2", "data.val_files=[]", "algorithm={kl_coef: 0.1, num_minibatches: 2, num_epochs: 2}",
+        warm_model, assets, run, "trainer.num_steps=2",
+        "parallel={tp: 2, pp: 2, sequence_parallel: true}", "rollout.tp=2", "data.val_files=[]",
+        "algorithm={kl_coef: 0.1, num_minibatches: 2, num_epochs: 2}",
         "optim.lr=1e-3", "trainer.max_tokens_per_microbatch=1024",
     )  # fmt: skip
     done = start(args, num_ranks=4, log=tmp_path / "log").finish(500)

@@ -44,7 +44,7 @@ def test_gradient_is_zero_exactly_where_a_clip_holds() -> None:
 
 
 def test_token_mean_of_lengths_one_and_three_is_one_half_at_any_split() -> None:
-    """Lengths 1 and 3, advantages +1 and -1, ratio 1: (-1 + 3) / 4 = 0.5, whole or one sequence at a time."""
+    """Lengths 1 and 3, advantages +1 and -1, ratio 1: (-1 + 3) / 4 = 0.5, whole or in parts."""
     counts = MinibatchCounts(num_tokens=4, num_sequences=2)
     together = token_weights(
         "token_mean", torch.ones(4), torch.tensor([0, 1, 4]), counts, max_length=8
@@ -72,7 +72,10 @@ def test_token_mean_of_lengths_one_and_three_is_one_half_at_any_split() -> None:
     ],
 )
 def test_weights_of_each_aggregation(mode: str, expected: list[float]) -> None:
-    """Sequences [1,0], [1,1] and a fully masked [0]: 3 trained tokens in 2 sequences, longest allowed 10."""
+    """Sequences [1,0], [1,1] and a fully masked [0]: 3 trained tokens in 2 sequences.
+
+    The longest allowed is 10.
+    """
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
     cu_seqlens = torch.tensor([0, 2, 4, 5], dtype=torch.int32)
     weights = token_weights(mode, mask, cu_seqlens, MinibatchCounts(3, 2), max_length=10)

@@ -1,4 +1,4 @@
-"""The pure half of the weight push on a hand-made model: one [4, 2] matrix "m" and one [3] vector "v"."""
+"""The pure half of the weight push on a hand-made model: a [4, 2] matrix "m", a [3] vector "v"."""
 
 from __future__ import annotations
 

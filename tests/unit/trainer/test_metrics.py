@@ -17,8 +17,12 @@ REDUCERS: dict[str, Reducer] = {
 
 def part(values: list[float], mask: list[float]) -> dict[str, torch.Tensor]:
     v, m = torch.tensor(values), torch.tensor(mask)
-    return {"minerva": masked_mean(v, m), "max_entropy": masked_mean(v, m), "peak": masked_max(v, m),
-            "total": torch.tensor([1.0])}  # fmt: skip
+    return {
+        "minerva": masked_mean(v, m),
+        "max_entropy": masked_mean(v, m),
+        "peak": masked_max(v, m),
+        "total": torch.tensor([1.0]),
+    }
 
 
 def test_means_weigh_every_token_alike_whatever_the_split() -> None:
