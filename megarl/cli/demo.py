@@ -68,9 +68,12 @@ def all_problems() -> Iterator[Problem]:
 
 
 def write_demo_assets(output: Path, *, seed: int = 0) -> dict[str, int]:
-    """Write model/, train.parquet, test.parquet and demonstrations.parquet; returns their row counts.
+    """Write model/, train.parquet, test.parquet and demonstrations.parquet.
 
     Half of each file are losses. The held-out problems are in neither of the others.
+
+    Returns:
+        The number of rows of each file.
     """
     rng = random.Random(seed)
     problems = list(all_problems())

@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Window:
-    """Canonical tensors that travel together: exactly those the engine's `parameters` are made of."""
+    """Canonical tensors that travel together: all that the engine's `parameters` are made of."""
 
     canonical: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -43,7 +43,7 @@ class Window:
 def plan_windows(
     train: Sequence[WeightLayout], engine: WeightLayout, *, max_bytes: int, element_size: int
 ) -> list[Window]:
-    """Group the engine's parameters into windows of at most `max_bytes`, but at least one parameter.
+    """Group the engine's parameters into windows of at most `max_bytes`, at least one parameter.
 
     Args:
         train: layout of every rank of the job, by rank.

@@ -30,7 +30,10 @@ class Interval:
 
 
 def wilson_interval(num_right: float, count: int, z: float = 1.959964) -> Interval:
-    """Wilson's score interval of a share, https://www.jstor.org/stable/2276774. Needs count >= 1."""
+    """Wilson's score interval of a share; needs count >= 1.
+
+    Wilson 1927, https://www.jstor.org/stable/2276774.
+    """
     p, z2 = num_right / count, z * z
     centre = (p + z2 / (2 * count)) / (1 + z2 / count)
     half = z / (1 + z2 / count) * sqrt(p * (1 - p) / count + z2 / (4 * count * count))

@@ -1,4 +1,4 @@
-"""From prompts to packed micro-batches: generate, score, move tokens to the ranks that train on them.
+"""From prompts to packed micro-batches: generate, score, move tokens to the ranks training on them.
 
 Metadata (lengths, rewards, versions) is gathered everywhere; the assignment to data-parallel ranks
 and micro-batches is then computed alike on every rank; response tokens move point to point.

@@ -19,8 +19,8 @@ def resident_bytes() -> int:
 def trim_memory(device: torch.device) -> None:
     """Return freed heap pages to the system when training on CPU.
 
-    Micro-batches differ in length from step to step; glibc then keeps ever more odd-sized holes, and a rank
-    grew by gigabytes over twenty steps. Nothing to do on CUDA or with another C library.
+    Micro-batches differ in length from step to step; glibc then keeps ever more odd-sized holes,
+    and a rank grew by gigabytes over twenty steps. Nothing to do on CUDA or with another C library.
     """
     if device.type != "cpu":
         return

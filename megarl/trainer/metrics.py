@@ -1,4 +1,4 @@
-"""Metrics: each has its own reducer, is reduced once over the ranks with different data, and written.
+"""Metrics: each has its own reducer, is reduced once over the ranks that saw different data.
 
 Means travel as (sum, count) and are divided at the end: never a mean of means, never chosen by a
 name.
@@ -29,7 +29,7 @@ Values = dict[str, torch.Tensor]
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(sum, count) of `values` where `mask` is 1, as [2] float64. NaN where it is 0 has no effect."""
+    """(sum, count) of `values` where `mask` is 1, as [2] float64. NaN elsewhere has no effect."""
     kept = torch.where(mask > 0, values.detach().double(), 0.0)
     return torch.stack([kept.sum(), mask.double().sum()])
 
@@ -92,7 +92,10 @@ def to_floats(values: Values, reducers: Mapping[str, Reducer]) -> dict[str, floa
 
 
 def gather_samples(groups: Sequence[SampleGroup], *, step: int, limit: int) -> list[dict[str, Any]]:
-    """Readable rows of up to `limit` samples, the first of each group first. Collective (job)."""
+    """Readable rows of up to `limit` samples, the first of each group first.
+
+    Collective over the job.
+    """
     local = sorted((s for g in groups for s in g.samples), key=lambda s: (s.index, s.group))[:limit]
     prompts = {s.group: g.prompt for g in groups for s in g.samples}
     rows = [

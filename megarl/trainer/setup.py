@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """This rank's place in the rollout layout: consecutive ranks form a replica, the first leads."""
+    """This rank's place in the rollout layout: a replica is consecutive ranks, led by the first."""
 
     index: int
     num_replicas: int
@@ -129,7 +129,7 @@ def build_run(config: TrainConfig, world: World, output_dir: Path) -> Run:
         seed=config.trainer.seed,
     )  # fmt: skip
     reference = None
-    if config.algorithm.kl_coef > 0:
+    if algorithm.kl_coef > 0:
         reference = MegatronModel.build(
             config.model, groups, device=world.device, trainable=None, seed=config.trainer.seed
         )

@@ -53,7 +53,7 @@ class GuardTripped(RuntimeError):
 
 
 def add_log_probs(run: Run, experience: Experience) -> None:
-    """Fill old_log_probs (if a step has several updates) and ref_log_probs (if there is a reference).
+    """Fill old_log_probs (when a step has several updates) and ref_log_probs (with a reference).
 
     With one update per step the current log-probs are the old ones; no extra forward pass is made.
     """

@@ -2,7 +2,8 @@
 
 Each field says its shape, its unit and which stage fills it. One layout between stages: packed
 tokens [T] with cu_seqlens [S+1]. Per-token tensors sit on the token they score:
-`log_probs[t] = log p(input_ids[t] | earlier tokens of its sequence)`, 0 on a sequence's first token.
+`log_probs[t] = log p(input_ids[t] | earlier tokens of its sequence)`, 0 on the first token of a
+sequence.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class TokenScores:
     """
 
     log_probs: torch.Tensor  # [T] float32, 0 on the first token of each sequence and on padding
-    entropy: torch.Tensor  # [T] float32, of the distribution of input_ids[t]; 0 likewise
+    entropy: torch.Tensor  # [T] float32, of the distribution input_ids[t] came from; 0 likewise
 
 
 @dataclass(kw_only=True)
