@@ -294,7 +294,9 @@ def _close_loop_side(engine: Engine) -> None:
         task.cancel()
     if tasks and not engine.loop.is_closed():
         engine.loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-    engine.send_to_rpc.close(linger=0)
+    for zmq_socket in (engine.send_to_rpc, manager.send_to_scheduler):
+        # with a message left for a dead scheduler, collecting the context would otherwise wait for ever
+        zmq_socket.context.destroy(linger=0)
     for name in vars(engine.port_args).values():
         if isinstance(name, str) and name.startswith("ipc://"):
             Path(name.removeprefix("ipc://")).unlink(missing_ok=True)

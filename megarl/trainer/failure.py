@@ -68,11 +68,14 @@ def _report(world: World, error: Exception) -> None:
         is_first = world.store.add(f"{NOTICE}/count", 1) == 1
     except Exception:  # the store is gone with the launcher: say everything
         is_first = True
+    is_usage = isinstance(error, ConfigError | DataError)
+    if not is_first and is_usage:
+        return  # every rank reads the same settings and data: said once
     if not is_first:
         notice = _wait_for_notice(world)
         logger.error("stops after the failure of %s", notice or "another rank")
         return
-    if isinstance(error, ConfigError | DataError):
+    if is_usage:
         logger.error("megarl: %s", error)
     else:
         sys.stderr.write(f"rank {world.rank} failed:\n{traceback.format_exc()}")

@@ -62,7 +62,7 @@ def test_a_rank_that_never_arrives_is_given_up_at_the_time_limit(
     assert "rank 0 failed:" in done.output
 
 
-def test_a_truncated_file_ends_with_status_two_and_one_message(
+def test_a_truncated_file_ends_the_job_with_one_message_and_no_traceback_of_ours(
     assets: Path, tmp_path: Path
 ) -> None:
     cut = tmp_path / "cut.parquet"
