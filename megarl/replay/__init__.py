@@ -1,0 +1,4 @@
+"""Threshold filters and the quality buffer of re-usable samples.
+
+Nothing here yet: the loop trains on fresh samples only.
+"""
