@@ -22,8 +22,8 @@ from megarl.rollout.shards import digest
 from megarl.types import WeightLayout
 
 __all__ = [
-    "Completion", "GenerationRequest", "RolloutEngine", "RolloutError", "SamplingParams", "WeightSyncError",
-    "create_engine", "digest", "engine_class", "engine_weight_layout",
+    "Completion", "GenerationRequest", "RolloutEngine", "RolloutError", "SamplingParams",
+    "WeightSyncError", "create_engine", "digest", "engine_class", "engine_weight_layout",
 ]  # fmt: skip
 
 
@@ -71,7 +71,9 @@ def create_engine(
 
 
 def engine_weight_layout(config: RolloutConfig, *, model_path: str, tp_rank: int) -> WeightLayout:
-    """What rank `tp_rank` of an engine of this kind holds, without an engine: for ranks that lead none."""
+    """What rank `tp_rank` of an engine of this kind holds, without an engine: for ranks that lead
+    none.
+    """
     hf_config = read_hf_config(model_path)
     if config.engine == "sglang":
         return sglang_weight_layout(hf_config, config.tp, tp_rank)

@@ -1,7 +1,7 @@
 """The contract every rollout engine keeps: token ids in, samples of token ids out.
 
-An engine owns one replica of the actor in the rollout layout. It knows nothing of rewards, training or
-other replicas. Data path: `dispatch` hands it prompts; the samples go to `rewards`.
+An engine owns one replica of the actor in the rollout layout. It knows nothing of rewards, training
+or other replicas. Data path: `dispatch` hands it prompts; the samples go to `rewards`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to draw. `temperature` 0 is greedy; then the other draws are ignored and log-probs are at temperature 1."""
+    """How to draw. `temperature` 0 is greedy; then the other draws are ignored and log-probs are at
+    temperature 1.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -46,7 +48,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One prompt. `key` comes back with the result; `seed` makes its draws reproducible on the same engine."""
+    """One prompt. `key` comes back with the result; `seed` makes its draws reproducible on the same
+    engine.
+    """
 
     key: int
     prompt_ids: list[int]
@@ -55,8 +59,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One response. `log_probs[i]` is log p(response_ids[i] | earlier) at the sampling temperature, before
-    top-p and top-k; a stop token that ended the response is its last id."""
+    """One response. `log_probs[i]` is log p(response_ids[i] | earlier) at the sampling temperature,
+    before top-p and top-k; a stop token that ended the response is its last id.
+    """
 
     response_ids: list[int]
     log_probs: list[float]
@@ -79,7 +84,8 @@ class RolloutEngine(ABC):
         """Yield (key, `num_samples` completions) as prompts finish, in any order.
 
         Requests are taken from the iterable only when the engine has room for one more, so several
-        replicas can share one source. Raises RolloutError when the engine dies or is over its time limit.
+        replicas can share one source. Raises RolloutError when the engine dies or is over its time
+        limit.
         """
 
     @abstractmethod
@@ -94,21 +100,26 @@ class RolloutEngine(ABC):
     def update_weights(self, shards: Sequence[dict[str, torch.Tensor | bytes]]) -> None:
         """Install part of a push: for each engine rank, {engine parameter: whole local parameter}.
 
-        A tensor, or the bytes `export_shard` made of one in another process. Raises WeightSyncError.
+        A tensor, or the bytes `export_shard` made of one in another process. Raises
+        WeightSyncError.
         """
 
     @abstractmethod
     def end_update(self, version: int) -> None:
-        """Finish the push: drop cached prefixes, stamp `version`. Raises WeightSyncError on any doubt."""
+        """Finish the push: drop cached prefixes, stamp `version`. Raises WeightSyncError on any
+        doubt.
+        """
 
     @abstractmethod
     def checksums(self) -> list[dict[str, str]]:
-        """Per engine rank: {parameter: digest of its bytes}, to prove what arrived. See `digest`."""
+        """Per engine rank: {parameter: digest of its bytes}, to prove what arrived."""
 
     @staticmethod
     @abstractmethod
     def export_shard(tensor: torch.Tensor) -> torch.Tensor | bytes:
-        """Make a local shard passable to the leader's process (CPU shared memory or a CUDA IPC handle)."""
+        """Make a local shard passable to the leader's process (CPU shared memory or a CUDA IPC
+        handle).
+        """
 
     @abstractmethod
     def sleep(self) -> None:

@@ -1,7 +1,8 @@
-"""Hands a step's prompts to the replicas: whichever has room takes the next one from a shared counter.
+"""Hands a step's prompts to the replicas: whichever has room takes the next one from a shared
+counter.
 
-Data path: data -> dispatch -> engine -> rewards. No fixed split, so one replica with long responses does not
-leave the others idle; seeds depend on the prompt, so results do not depend on who took it.
+Data path: data -> dispatch -> engine -> rewards. No fixed split, so one replica with long responses
+does not leave the others idle; seeds depend on the prompt, so results do not depend on who took it.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def dispatch(
         seed: the step's seed, e.g. derive_seed(rollout.seed, step); prompt i draws from (seed, i).
 
     Returns:
-        {prompt index: completions} of the prompts this replica took; the replicas' results are disjoint
-        and together cover all prompts.
+        {prompt index: completions} of the prompts this replica took; the replicas' results are
+        disjoint and together cover all prompts.
 
     Raises:
         RolloutError: the engine died or is over its time limit. Prompts it had taken are lost.

@@ -1,7 +1,8 @@
-"""HFEngine: the same contract on an in-process transformers model, for debugging and as a second opinion.
+"""HFEngine: the same contract on an in-process transformers model, for debugging and as a second
+opinion.
 
-One process, no tensor parallelism; prompts are generated in left-padded batches with a KV cache. Slow and
-simple: what it returns is what the model's forward pass says.
+One process, no tensor parallelism; prompts are generated in left-padded batches with a KV cache.
+Slow and simple: what it returns is what the model's forward pass says.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class _Row:
 
 
 class HFEngine(RolloutEngine):
-    """See RolloutEngine. `seed` of a request makes its draws reproducible whatever else is in the batch."""
+    """See RolloutEngine. `seed` of a request makes its draws reproducible whatever else is in the
+    batch.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,9 @@ class HFEngine(RolloutEngine):
     def generate(
         self, requests: Iterable[GenerationRequest], sampling: SamplingParams
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """See RolloutEngine. Takes max_running_requests // num_samples prompts (at least one) at a time."""
+        """See RolloutEngine. Takes max_running_requests // num_samples prompts (at least one) at a
+        time.
+        """
         if self._push is not None or self._is_stale:
             state = (
                 "a weight push is open" if self._push is not None else "the last weight push failed"
@@ -123,11 +128,11 @@ class HFEngine(RolloutEngine):
                 yield request.key, [self._completion(row) for row in mine]
 
     def _rows(self, request: GenerationRequest, sampling: SamplingParams) -> list[_Row]:
-        longest = len(request.prompt_ids) + sampling.max_new_tokens
-        if not request.prompt_ids or longest > self._context:
+        room = self._context - sampling.max_new_tokens
+        if not 1 <= len(request.prompt_ids) <= room:
             raise RolloutError(
                 f"prompt {request.key} has {len(request.prompt_ids)} tokens; with max_new_tokens="
-                f"{sampling.max_new_tokens} it must have 1 to {self._context - sampling.max_new_tokens}"
+                f"{sampling.max_new_tokens} it must have 1 to {room}"
             )
         generators = [torch.Generator(self.device) for _ in range(sampling.num_samples)]
         for i, generator in enumerate(generators):
@@ -150,8 +155,8 @@ class HFEngine(RolloutEngine):
         mask, cache = mask.long(), None
         while True:
             output = self.model(
-                input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                use_cache=True, logits_to_keep=1,
+                input_ids=tokens, attention_mask=mask, position_ids=positions,
+                past_key_values=cache, use_cache=True, logits_to_keep=1,
             )  # fmt: skip
             cache = output.past_key_values
             drawn = self._draw(rows, output.logits[:, -1].float(), sampling)
@@ -208,7 +213,9 @@ class HFEngine(RolloutEngine):
         )  # fmt: skip
 
     def abort(self) -> None:
-        """See RolloutEngine; may be called from another thread. Prompts not yet taken stay in their source."""
+        """See RolloutEngine; may be called from another thread. Prompts not yet taken stay in their
+        source.
+        """
         self._abort.set()
 
     # ---- weights
@@ -268,7 +275,8 @@ class HFEngine(RolloutEngine):
 
 
 def _restrict(probs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """Set to 0 what top-k and top-p leave out; both look at the same unfiltered probabilities, as in SGLang.
+    """Set to 0 what top-k and top-p leave out; both look at the same unfiltered probabilities, as
+    in SGLang.
 
     Args:
         probs: [B, V].

@@ -20,7 +20,7 @@ def read_hf_config(model_path: str) -> dict[str, Any]:
 
 
 def end_of_sequence_ids(model_path: str) -> tuple[int, ...]:
-    """Ids that end a response: eos_token_id of config.json and of generation_config.json together."""
+    """Ids that end a response: eos_token_id of config.json and of generation_config.json."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name

@@ -1,4 +1,4 @@
-"""Independent random streams from a few integers, the same in every process and on every machine."""
+"""Independent random streams from a few integers, the same in every process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """SGLangEngine: one replica of the actor on real SGLang, on CPU or CUDA.
 
-Token ids in, token ids out; each tensor-parallel rank of the engine is given only its own shard of a push.
-Where this sits: `dispatch` feeds it prompts, `reshard` its weights. Processes are sglang_process's business.
+Token ids in, token ids out; each tensor-parallel rank of the engine is given only its own shard of
+a push.
+Where this sits: `dispatch` feeds it prompts, `reshard` its weights. Processes are sglang_process's
+business.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
-import os
 import pickle
 import threading
 import time
@@ -40,6 +41,7 @@ from megarl.rollout.base import (
 )
 from megarl.rollout.model_files import end_of_sequence_ids, read_hf_config, require_weights
 from megarl.rollout.seeds import derive_seed
+from megarl.rollout.sglang_args import server_args, worker_environment
 from megarl.rollout.sglang_layout import sglang_weight_layout
 from megarl.rollout.sglang_process import EngineProcess
 from megarl.rollout.sglang_worker import INSTALL, REPORT_DIGESTS, REPORT_SHAPES, report_path
@@ -56,8 +58,8 @@ _MEMORY_TAGS = ("weights", "kv_cache")
 class SGLangEngine(RolloutEngine):
     """See RolloutEngine. Start and use it from the main thread of one process.
 
-    Each sample draws from a stream of its own, (request seed, sample index, position): results do not depend
-    on what else runs, up to rounding of the logits.
+    Each sample draws from a stream of its own, (request seed, sample index, position): results do
+    not depend on what else runs, up to rounding of the logits.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class SGLangEngine(RolloutEngine):
             model_path: Hugging Face folder.
             dtype: "float32" or "bfloat16".
             devices: CUDA device of each engine rank, numbered as this process sees them; None: CPU.
-            num_threads: cores of this replica on CPU, shared out over its ranks; None: torch's default.
+            num_threads: cores of this replica on CPU, shared out over its ranks; None: torch's
+                default.
             seed: seed of what has no seed of its own.
 
         Raises:
@@ -98,13 +101,13 @@ class SGLangEngine(RolloutEngine):
         self._asleep: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self._abort = threading.Event()
-        args = _server_args(
+        args = server_args(
             config, model_path=model_path, dtype=dtype, on_cuda=devices is not None, seed=seed
         )
         threads = None if num_threads is None else max(1, num_threads // self.tp)
         self._process = EngineProcess(
             args,
-            environment=_environment(devices, self.tp),
+            environment=worker_environment(devices, self.tp),
             num_threads=threads if devices is None else None,
             start_timeout_s=config.start_timeout_s,
         )
@@ -116,7 +119,9 @@ class SGLangEngine(RolloutEngine):
     def generate(
         self, requests: Iterable[GenerationRequest], sampling: SamplingParams
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """See RolloutEngine. At most max_running_requests // num_samples prompts (at least one) run at once."""
+        """See RolloutEngine. At most max_running_requests // num_samples prompts (at least one) run
+        at once.
+        """
         if self._push is not None or self._is_stale:
             state = (
                 "a weight push is open" if self._push is not None else "the last weight push failed"
@@ -188,12 +193,14 @@ class SGLangEngine(RolloutEngine):
     async def _complete(
         self, request: GenerationRequest, sampling: SamplingParams
     ) -> tuple[int, list[Completion]]:
-        """All samples of one prompt. SGLang may end a response up to 2 tokens before the context is full."""
-        longest = len(request.prompt_ids) + sampling.max_new_tokens
-        if not request.prompt_ids or longest > self._longest:
+        """All samples of one prompt. SGLang may end a response up to 2 tokens before the context is
+        full.
+        """
+        room = self._longest - sampling.max_new_tokens
+        if not 1 <= len(request.prompt_ids) <= room:
             raise RolloutError(
                 f"prompt {request.key} has {len(request.prompt_ids)} tokens; with max_new_tokens="
-                f"{sampling.max_new_tokens} it must have 1 to {self._longest - sampling.max_new_tokens}"
+                f"{sampling.max_new_tokens} it must have 1 to {room}"
             )
         shared = {
             "max_new_tokens": sampling.max_new_tokens,
@@ -237,7 +244,9 @@ class SGLangEngine(RolloutEngine):
         )  # fmt: skip
 
     def abort(self) -> None:
-        """See RolloutEngine; may be called from another thread. Prompts not yet taken stay in their source."""
+        """See RolloutEngine; may be called from another thread. Prompts not yet taken stay in their
+        source.
+        """
         self._abort.set()
 
     # ---- weights
@@ -291,7 +300,8 @@ class SGLangEngine(RolloutEngine):
     @staticmethod
     def export_shard(tensor: torch.Tensor) -> torch.Tensor | bytes:
         if tensor.is_cuda:
-            monkey_patch_torch_reductions()  # handles name the device by UUID, not by a process's own number
+            # handles name the device by UUID, not by a process's own number
+            monkey_patch_torch_reductions()
         return export_shard(tensor)
 
     def _reports(self, loader: str) -> list[dict[str, Any]]:
@@ -397,46 +407,3 @@ def _export(tensor: torch.Tensor) -> bytes:
     exported = SGLangEngine.export_shard(tensor)
     assert isinstance(exported, bytes)
     return exported
-
-
-def _server_args(
-    config: RolloutConfig, *, model_path: str, dtype: str, on_cuda: bool, seed: int
-) -> dict[str, Any]:
-    """SGLang's ServerArgs."""
-    args: dict[str, Any] = {
-        "model_path": model_path, "dtype": dtype, "tp_size": config.tp, "random_seed": seed,
-        "skip_tokenizer_init": True, "host": "127.0.0.1", "log_level": "error", "sleep_on_idle": True,
-        "max_running_requests": config.max_running_requests, "context_length": config.context_length,
-        "custom_weight_loader": [INSTALL, REPORT_SHAPES, REPORT_DIGESTS],
-        "sampling_backend": "pytorch",  # the one that draws by a request's own seed
-    }  # fmt: skip
-    if on_cuda:
-        device = {
-            "device": "cuda",
-            "mem_fraction_static": config.memory_frac,
-            "enable_memory_saver": True,
-        }
-    else:
-        device = {
-            "device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True,
-            "max_total_tokens": config.max_total_tokens,
-        }  # fmt: skip
-    return args | device
-
-
-def _environment(devices: Sequence[int] | None, tp: int) -> dict[str, str]:
-    """Variables of the scheduler processes."""
-    variables = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    if devices is None:
-        # OpenMP threads otherwise spin at barriers: on a busy machine that made decoding 100 times slower
-        variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-        cores = sorted(os.sched_getaffinity(0))
-        # one entry per rank, or SGLang asks for a NUMA node per rank
-        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-            str(cores[r % len(cores)]) for r in range(tp)
-        )
-        return variables
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else None
-    variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[d] if names else str(d) for d in devices)
-    return variables

@@ -1,8 +1,8 @@
 """What an SGLang tensor-parallel rank holds of a Llama, Qwen2 or Qwen3 dense model, as data.
 
-Pure: reads only config.json's fields, imports neither torch nor sglang. SGLang stacks q, k, v into `qkv_proj`
-and gate, up into `gate_up_proj`, splits o_proj and down_proj by columns, pads the vocabulary, and repeats a
-KV head on several ranks when there are more ranks than KV heads.
+Pure: reads only config.json's fields, imports neither torch nor sglang. SGLang stacks q, k, v into
+`qkv_proj` and gate, up into `gate_up_proj`, splits o_proj and down_proj by columns, pads the
+vocabulary, and repeats a KV head on several ranks when there are more ranks than KV heads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def _dims(hf_config: Mapping[str, Any]) -> _Dims:
     family = hf_config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(
-            f"model_type={family!r} has no weight layout for the rollout engine; use one of {', '.join(FAMILIES)}"
+            f"model_type={family!r} has no weight layout for the rollout engine; "
+            f"use one of {', '.join(FAMILIES)}"
         )
     heads = int(hf_config["num_attention_heads"])
     attention_bias = bool(hf_config.get("attention_bias", False))
@@ -183,8 +184,8 @@ def sglang_weight_layout(hf_config: Mapping[str, Any], tp: int, tp_rank: int) ->
 def _whole_of_layer(build: _Builder, layer: str) -> None:
     """Norms and the biases of row-parallel layers, which every rank holds in full."""
     names = (
-        "self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias",
-        "input_layernorm.weight", "post_attention_layernorm.weight",
+        "self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias",
+        "mlp.down_proj.bias", "input_layernorm.weight", "post_attention_layernorm.weight",
     )  # fmt: skip
     for name in names:
         if f"{layer}.{name}" in build.shapes:
@@ -192,7 +193,9 @@ def _whole_of_layer(build: _Builder, layer: str) -> None:
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """SGLang's vocabulary size on all ranks together: a multiple of 64, and of 64 * tp if tp does not divide that."""
+    """SGLang's vocabulary size on all ranks together: a multiple of 64, and of 64 * tp if tp does
+    not divide that.
+    """
     padded = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if padded % tp == 0:
         return padded
@@ -205,6 +208,6 @@ def _check_tp(d: _Dims, tp: int) -> None:
             raise ValueError(f"rollout.tp={tp} does not divide {what}={size}; use a divisor of it")
     if d.kv_heads % tp and tp % d.kv_heads:
         raise ValueError(
-            f"rollout.tp={tp} neither divides nor is a multiple of num_key_value_heads={d.kv_heads}; "
-            "use a divisor or a multiple of it"
+            f"rollout.tp={tp} neither divides nor is a multiple of "
+            f"num_key_value_heads={d.kv_heads}; use a divisor or a multiple of it"
         )

@@ -1,8 +1,10 @@
-"""Starts, watches and stops the processes of one SGLang engine; the only other file that imports sglang.
+"""Starts, watches and stops the processes of one SGLang engine; the only other file that imports
+sglang.
 
-SGLang's Engine is written to own its process: it sets signal handlers, environment variables, the root logger
-and the start method, and on failure or shutdown kills every child of the process. Here it is a guest in a
-training rank: everything is put back after the start and only its own processes are ended.
+SGLang's Engine is written to own its process: it sets signal handlers, environment variables, the
+root logger and the start method, and on failure or shutdown kills every child of the process. Here
+it is a guest in a training rank: everything is put back after the start and only its own processes
+are ended.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ from megarl.rollout.sglang_worker import WorkerSpec, run_worker
 
 __all__ = ["EngineProcess"]
 
-# what torchrun tells its ranks; a scheduler that reads it would look for a store that is not its own
+# what torchrun tells its ranks; a scheduler that reads it would look for a store that is not its
+# own
 _LAUNCHER_VARIABLES = (
     "TORCHELASTIC_",
     "RANK",
@@ -47,7 +50,7 @@ _POLL_S = 0.5
 
 
 def _ignore_signal(signum: int, frame: object) -> None:
-    """SIGQUIT of a failing scheduler; its death is noticed by polling and raised as RolloutError."""
+    """SIGQUIT of a failing scheduler; polling notices its death and raises RolloutError."""
 
 
 class _Launcher(Engine):
@@ -55,14 +58,29 @@ class _Launcher(Engine):
 
     def __init__(self, spec: WorkerSpec, **server_args: Any) -> None:
         self.run_scheduler_process_func = functools.partial(run_worker, spec)
-        super().__init__(**server_args)
+        make_manager: Callable[..., Any] = Engine.init_tokenizer_manager_func
+        made: list[tuple[Any, Any]] = []
+
+        def make_and_remember(args: Any, port_args: Any, **kwargs: Any) -> Any:
+            manager, template = make_manager(args, port_args, **kwargs)
+            made.append((manager, port_args))
+            return manager, template
+
+        self.init_tokenizer_manager_func = make_and_remember
+        try:
+            super().__init__(**server_args)
+        except BaseException:
+            for manager, port_args in made:
+                _remove_channels([manager.send_to_scheduler], port_args)
+            raise
 
     @classmethod
     def _launch_scheduler_processes(  # type: ignore[override]
         cls, server_args: Any, port_args: Any, run_scheduler_process_func: Any, **kwargs: Any
     ) -> Any:
         if threading.current_thread() is threading.main_thread():
-            # SGLang's handler, set just before, kills this whole process when a scheduler fails to start
+            # SGLang's handler, set just before, kills this whole process when a scheduler fails to
+            # start
             signal.signal(signal.SIGQUIT, _ignore_signal)
         with _output_to(Path(run_scheduler_process_func.args[0].folder) / "log"):
             return super()._launch_scheduler_processes(
@@ -123,7 +141,9 @@ class EngineProcess:
         self.children = limit.started()
 
     def _adopt(self) -> None:
-        """Undo what SGLang's event loop took over: its signal handlers and its watchdog, which raises SIGQUIT."""
+        """Undo what SGLang's event loop took over: its signal handlers and its watchdog, which
+        raises SIGQUIT.
+        """
         assert self.engine is not None
         manager, loop = self.engine.tokenizer_manager, self.engine.loop
         manager._subprocess_watchdog.stop()
@@ -145,7 +165,9 @@ class EngineProcess:
         return self.engine.tokenizer_manager
 
     def run(self, coroutine: Coroutine[Any, Any, Any], *, what: str, timeout_s: float) -> Any:
-        """Run `coroutine` on the engine's loop. Raises RolloutError if a scheduler dies or time is up."""
+        """Run `coroutine` on the engine's loop. Raises RolloutError if a scheduler dies or time is
+        up.
+        """
         if self.engine is None:
             coroutine.close()
             raise RolloutError("the engine is closed")
@@ -173,7 +195,8 @@ class EngineProcess:
         """Raise RolloutError if one of the schedulers is gone."""
         for child in self.children:
             if not child.is_alive():
-                message = f"SGLang scheduler {child.pid} died, exit code {child.exitcode}{self.log_tail()}"
+                died = f"SGLang scheduler {child.pid} died, exit code {child.exitcode}"
+                message = died + self.log_tail()
                 self.close()
                 raise RolloutError(message)
 
@@ -192,19 +215,18 @@ class EngineProcess:
         engine, self.engine = self.engine, None
         if engine is not None:
             _close_loop_side(engine)
-            patterns = [f"sglang_loads_{engine.port_args.instance_id}_*"]
-            patterns += [f"sgl_shm_mq_{child.pid}_*" for child in self.children]
-            for path in (p for pattern in patterns for p in Path("/dev/shm").glob(pattern)):
-                path.unlink(missing_ok=True)  # a killed scheduler cannot remove its own
+        for child in self.children:  # a killed scheduler cannot remove its own
+            _remove_shared_memory(f"sgl_shm_mq_{child.pid}_*")
         self.children = []
-        if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGQUIT) is _ignore_signal:
-                signal.signal(signal.SIGQUIT, self._quit_handler or signal.SIG_DFL)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGQUIT) is _ignore_signal:
+            signal.signal(signal.SIGQUIT, self._quit_handler or signal.SIG_DFL)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def hold_free_port() -> socket.socket:
-    """A loopback port bound but not listened on, so that no one else is given it before the scheduler takes it.
+    """A loopback port bound but not listened on, so that no one else is given it before the
+    scheduler takes it.
 
     Both sides set SO_REUSEADDR (torch's TCPStore does); closing the socket frees the port.
     """
@@ -215,34 +237,41 @@ def hold_free_port() -> socket.socket:
 
 
 class _StartLimit:
-    """Kills the processes started inside the block when it takes too long; SGLang then reports their death."""
+    """Kills the processes started inside the block when it takes too long; SGLang then reports
+    their death.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.before = set(multiprocessing.active_children())
-        self.timer = threading.Timer(timeout_s, self._end)
-        self.timer.daemon = True
+        self.timeout_s = timeout_s
         self.is_over = False
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def started(self) -> list[BaseProcess]:
         """In the order they were started, which is that of the ranks."""
         children = [c for c in multiprocessing.active_children() if c not in self.before]
         return sorted(children, key=lambda c: c.pid or 0)
 
-    def _end(self) -> None:
+    def _watch(self) -> None:
+        if self._is_done.wait(self.timeout_s):
+            return
         self.is_over = True
-        for child in self.started():
-            child.kill()
+        while not self._is_done.wait(_POLL_S):  # more may be started after the limit
+            for child in self.started():
+                child.kill()
 
     def __enter__(self) -> None:
-        self.timer.start()
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
+        self._is_done.set()
+        self._thread.join()
 
 
 @contextlib.contextmanager
 def _guest(environment: Mapping[str, str]) -> Iterator[None]:
-    """Put back what SGLang changes in this process, and let the schedulers inherit `environment`."""
+    """Put back what SGLang changes in this process; schedulers inherit `environment`."""
     saved = dict(os.environ)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -264,7 +293,8 @@ def _guest(environment: Mapping[str, str]) -> Iterator[None]:
         multiprocessing.set_start_method(method, force=True)
         for signum, handler in signals.items():
             if signum == signal.SIGQUIT and handler in (None, signal.SIG_DFL):
-                handler = _ignore_signal  # a failing scheduler sends it, and the default ends this process
+                # a failing scheduler sends it, and the default ends this process
+                handler = _ignore_signal
             signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
 
 
@@ -287,16 +317,30 @@ def _output_to(path: Path) -> Iterator[None]:
 
 
 def _close_loop_side(engine: Engine) -> None:
-    """Cancel SGLang's tasks on the loop of this process, close its sockets and remove their files."""
+    """Cancel SGLang's tasks on the loop of this process and remove its channels."""
     manager = engine.tokenizer_manager
     tasks = {t for t in manager.asyncio_tasks if not t.done()}
     for task in tasks:
         task.cancel()
     if tasks and not engine.loop.is_closed():
         engine.loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-    for zmq_socket in (engine.send_to_rpc, manager.send_to_scheduler):
-        # with a message left for a dead scheduler, collecting the context would otherwise wait for ever
+    _remove_channels([engine.send_to_rpc, manager.send_to_scheduler], engine.port_args)
+
+
+def _remove_channels(zmq_sockets: list[Any], port_args: Any) -> None:
+    """Close SGLang's zmq contexts and remove the files of their channels and of the killed
+    schedulers.
+
+    A context that is left to the garbage collector waits for ever for sockets collected with it.
+    """
+    for zmq_socket in zmq_sockets:
         zmq_socket.context.destroy(linger=0)
-    for name in vars(engine.port_args).values():
+    for name in vars(port_args).values():
         if isinstance(name, str) and name.startswith("ipc://"):
             Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
+    _remove_shared_memory(f"sglang_loads_{port_args.instance_id}_*")
+
+
+def _remove_shared_memory(pattern: str) -> None:
+    for path in Path("/dev/shm").glob(pattern):
+        path.unlink(missing_ok=True)

@@ -1,8 +1,10 @@
 """What megarl adds inside SGLang's scheduler processes, one per tensor-parallel rank.
 
-`run_worker` replaces SGLang's process entry; `install_shards` and the reports are custom weight loaders, which
-SGLang calls with its model between begin_weight_update and end_weight_update. Nothing here may raise: an
-exception in a loader kills the scheduler, so errors go into this rank's report file, which the leader reads.
+`run_worker` replaces SGLang's process entry; `install_shards` and the reports are custom weight
+loaders, which SGLang calls with its model between begin_weight_update and end_weight_update.
+Nothing here may
+raise: an exception in a loader kills the scheduler, so errors go into this rank's report file,
+which the leader reads.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def _die_with_parent(parent_pid: int) -> None:
 def _honour_request_seeds() -> None:
     """Make each request draw from its own `sampling_seed`, whatever else is in the batch.
 
-    SGLang carries the seed to the sampler only in deterministic mode, which also swaps attention kernels and
-    does not exist on CPU. Its plugin hooks let the seed through without the rest.
+    SGLang carries the seed to the sampler only in deterministic mode, which also swaps attention
+    kernels and does not exist on CPU. Its plugin hooks let the seed through without the rest.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -108,7 +110,8 @@ def seeded_multinomial(
     Args:
         logprobs: [N, M] unnormalised log-probabilities; -inf is never drawn.
         seed: [N] int64.
-        positions: [N] position of the token in its sequence: the draw depends on (seed, position) only.
+        positions: [N] position of the token in its sequence: the draw depends on (seed, position)
+            only.
 
     Returns:
         [N, 1] int64.

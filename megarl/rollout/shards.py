@@ -1,7 +1,7 @@
 """Parameters on their way into an engine: their digest and how they cross a process boundary.
 
-Both sides of a push use `digest`, so equal digests prove that the bytes arrived. `export_shard` moves no data
-through the network: the bytes it returns are a handle to memory of this machine.
+Both sides of a push use `digest`, so equal digests prove that the bytes arrived. `export_shard`
+moves no data through the network: the bytes it returns are a handle to memory of this machine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest(tensor: torch.Tensor) -> str:
     """A 128-bit fingerprint of dtype, shape and bytes, computed on the tensor's own device.
 
-    Two sums over all elements x[i] * m[i] mod 2**64, with odd pseudo-random m[i]: one changed element always
-    changes both, and the result is the same on CPU and GPU. It guards against mistakes, not against attack.
+    Two sums over all elements x[i] * m[i] mod 2**64, with odd pseudo-random m[i]: one changed
+    element always changes both, and the result is the same on CPU and GPU. It guards against
+    mistakes, not against attack.
     """
     bits = tensor.detach().contiguous().reshape(-1).view(_WIDTHS[tensor.element_size()])
     sums = [torch.zeros((), dtype=torch.int64, device=bits.device) for _ in _MULTIPLIERS]
@@ -63,7 +64,9 @@ class ExportedShard:
 
 @contextmanager
 def file_system_sharing() -> Iterator[None]:
-    """Share CPU tensors by name. The default passes file descriptors, which needs related processes."""
+    """Share CPU tensors by name. The default passes file descriptors, which needs related
+    processes.
+    """
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -73,7 +76,8 @@ def file_system_sharing() -> Iterator[None]:
 
 
 def export_shard(tensor: torch.Tensor) -> bytes:
-    """Bytes by which another process of this machine can open `tensor`, which must outlive the push.
+    """Bytes by which another process of this machine can open `tensor`, which must outlive the
+    push.
 
     On CPU the tensor's storage is moved into shared memory; on CUDA the bytes hold an IPC handle.
     """
@@ -102,7 +106,9 @@ class PushLedger:
         self.delivered: list[set[str]] = [set() for _ in layouts]
 
     def add(self, tp_rank: int, shard: Mapping[str, torch.Tensor | ExportedShard]) -> None:
-        """Record parameters. Raises WeightSyncError on an unknown name, a wrong shape or a wrong dtype."""
+        """Record parameters. Raises WeightSyncError on an unknown name, a wrong shape or a wrong
+        dtype.
+        """
         wanted = self.layouts[tp_rank].parameters
         for name, value in shard.items():
             if name not in wanted:
@@ -124,6 +130,6 @@ class PushLedger:
             missing = [name for name in layout.parameters if name not in got]
             if missing:
                 raise WeightSyncError(
-                    f"partial push: {len(missing)} of {len(layout.parameters)} parameters of engine rank "
-                    f"{tp_rank} were not sent, first {missing[0]!r}"
+                    f"partial push: {len(missing)} of {len(layout.parameters)} parameters of "
+                    f"engine rank {tp_rank} were not sent, first {missing[0]!r}"
                 )

@@ -25,7 +25,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def needs_sglang() -> None:
-    """Fails, and does not skip, when the shim is missing: a suite that skips its engine proves nothing."""
+    """Fails, and does not skip, when the shim is missing: a suite that skips its engine proves
+    nothing.
+    """
     check()
 
 

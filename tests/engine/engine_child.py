@@ -1,6 +1,7 @@
 """A process of its own with an engine in it, for tests about processes.
 
-`engine MODEL TP`: starts an engine, checks a few log-probs, prints one JSON line, then generates until killed.
+`engine MODEL TP`: starts an engine, checks a few log-probs, prints one JSON line, then generates
+until killed.
 `export MODEL TP RANK FILE`: exports that rank's shard into FILE, then waits until killed.
 """
 

@@ -1,4 +1,4 @@
-"""What every rollout engine must do, checked on each of them against Hugging Face's forward pass."""
+"""What every rollout engine must do, checked on each against Hugging Face's forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SGLang's processes: two ranks with own shards only, death, failed starts, and guests that leave no trace."""
+"""SGLang's processes: two ranks with own shards only, death, failed starts, and guests that leave
+no trace.
+"""
 
 from __future__ import annotations
 
@@ -258,7 +260,7 @@ def test_a_start_over_its_time_limit_is_ended(no_children_left: None, model_a: s
 
 
 def test_a_tp_that_does_not_fit_the_model_is_refused_at_once(model_a: str) -> None:
-    with pytest.raises(RolloutError, match="rollout.tp=3 does not divide num_attention_heads=4"):
+    with pytest.raises(RolloutError, match=r"rollout\.tp=3 does not divide num_attention_heads=4"):
         create_engine(RolloutConfig(tp=3), model_path=model_a, dtype="float32")
 
 

@@ -1,4 +1,6 @@
-"""Tiny random models of each supported family, and the independent truth: Hugging Face, teacher-forced."""
+"""Tiny random models of each supported family, and the independent truth: Hugging Face, teacher-
+forced.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ def build(folder: Path, family: str, *, seed: int, is_tied: bool = False, **chan
     config_class, model_class = _FAMILIES[family]
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "tie_word_embeddings": is_tied, "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None,
-        "initializer_range": 0.2,
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512, "tie_word_embeddings": is_tied, "eos_token_id": EOS,
+        "bos_token_id": None, "pad_token_id": None, "initializer_range": 0.2,
     }  # fmt: skip
     model = model_class(config_class(**{**settings, **changes})).float()
     with torch.no_grad():
@@ -54,7 +56,7 @@ def load(path: str) -> torch.nn.Module:
 def true_log_probs(
     model: torch.nn.Module, prompt_ids: list[int], response_ids: list[int], temperature: float
 ) -> list[float]:
-    """log p(response[i] | earlier) at `temperature` from one forward pass over the whole sequence."""
+    """log p(response[i] | earlier) at `temperature` from one pass over the whole sequence."""
     logits = model(torch.tensor([prompt_ids + response_ids])).logits[0].double() / temperature
     table = logits.log_softmax(-1)
     first = len(prompt_ids) - 1

@@ -1,4 +1,6 @@
-"""Puts the hook and the sgl_kernel stand-in into site-packages, checks them, and takes them out again."""
+"""Puts the hook and the sgl_kernel stand-in into site-packages, checks them, and takes them out
+again.
+"""
 
 from __future__ import annotations
 
