@@ -154,7 +154,7 @@ class SGLangEngine(RolloutEngine):
                     if request is None:
                         is_exhausted = True
                         break
-                    self._running.add(self._loop.create_task(self._complete(request, sampling)))
+                    self._running.add(process.start(self._complete(request, sampling)))
                 if not self._running:
                     return
                 if self._abort.is_set() and not has_sent_abort:
@@ -168,27 +168,8 @@ class SGLangEngine(RolloutEngine):
                     limit = self.config.generate_timeout_s
                     raise RolloutError(f"generation was not finished within {limit:g} s")
         finally:
-            self._cancel_running()
-
-    @property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        engine = self._process.engine
-        if engine is None:
-            raise RolloutError("the engine is closed")
-        return engine.loop
-
-    def _cancel_running(self) -> None:
-        """Drop what a stopped generate() left behind, here and in the scheduler."""
-        running, self._running = self._running, set()
-        if not running or self._process.engine is None:
-            return
-        self._process.manager.abort_request(abort_all=True)
-        self._loop.run_until_complete(
-            asyncio.wait(running, timeout=5)
-        )  # aborted requests come back
-        for task in running:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*running, return_exceptions=True))
+            left, self._running = self._running, set()
+            process.drop(left)
 
     async def _complete(
         self, request: GenerationRequest, sampling: SamplingParams
@@ -379,9 +360,6 @@ class SGLangEngine(RolloutEngine):
     def close(self) -> None:
         process = getattr(self, "_process", None)
         if process is not None:
-            running, self._running = self._running, set()
-            for task in running:
-                task.cancel()
             process.close()
         atexit.unregister(self.close)
 

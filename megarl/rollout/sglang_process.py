@@ -121,6 +121,7 @@ class EngineProcess:
         self.folder = tempfile.mkdtemp(prefix="megarl-sglang-")
         self.children: list[BaseProcess] = []
         self.engine: Engine | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._port = hold_free_port()
         self._quit_handler = signal.getsignal(signal.SIGQUIT)
         spec = WorkerSpec(folder=self.folder, parent_pid=os.getpid(), num_threads=num_threads)
@@ -168,11 +169,7 @@ class EngineProcess:
         """Run `coroutine` on the engine's loop. Raises RolloutError if a scheduler dies or time is
         up.
         """
-        if self.engine is None:
-            coroutine.close()
-            raise RolloutError("the engine is closed")
-        loop = self.engine.loop
-        task = loop.create_task(coroutine)
+        task = self.start(coroutine)
         deadline = time.monotonic() + timeout_s
         while not self.wait({task}):
             try:
@@ -184,12 +181,33 @@ class EngineProcess:
                 raise
         return task.result()
 
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task on the engine's loop, which runs only inside `wait` and `run`; close cancels it."""
+        if self.engine is None:
+            coroutine.close()
+            raise RolloutError("the engine is closed")
+        task = self.engine.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     def wait(self, tasks: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
         """The tasks that are done, after at most half a second."""
         if self.engine is None:
             raise RolloutError("the engine is closed")
         waiting = asyncio.wait(tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
         return set(self.engine.loop.run_until_complete(waiting)[0])
+
+    def drop(self, tasks: set[asyncio.Task[Any]]) -> None:
+        """End unfinished requests, here and in the schedulers."""
+        if not tasks or self.engine is None:
+            return
+        self.manager.abort_request(abort_all=True)
+        loop = self.engine.loop
+        loop.run_until_complete(asyncio.wait(tasks, timeout=5))  # aborted requests come back
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     def require_alive(self) -> None:
         """Raise RolloutError if one of the schedulers is gone."""
@@ -214,7 +232,7 @@ class EngineProcess:
             child.join(timeout=10)
         engine, self.engine = self.engine, None
         if engine is not None:
-            _close_loop_side(engine)
+            _close_loop_side(engine, set(self._tasks))
         for child in self.children:  # a killed scheduler cannot remove its own
             _remove_shared_memory(f"sgl_shm_mq_{child.pid}_*")
         self.children = []
@@ -316,10 +334,10 @@ def _output_to(path: Path) -> Iterator[None]:
         os.close(log)
 
 
-def _close_loop_side(engine: Engine) -> None:
-    """Cancel SGLang's tasks on the loop of this process and remove its channels."""
+def _close_loop_side(engine: Engine, own_tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel the engine's tasks on the loop of this process and remove its channels."""
     manager = engine.tokenizer_manager
-    tasks = {t for t in manager.asyncio_tasks if not t.done()}
+    tasks = {t for t in own_tasks | manager.asyncio_tasks if not t.done()}
     for task in tasks:
         task.cancel()
     if tasks and not engine.loop.is_closed():
