@@ -143,7 +143,7 @@ def _kind_groups(
                     np.zeros(len(keys), np.int64),
                     source.shards(kind, clipped[0], stages[0], eps[0]),
                     target.shards(kind, clipped[1], stages[1], eps[1]),
-                    kind.cut is Cut.NONE,
+                    is_replicated=kind.cut is Cut.NONE,
                 )  # fmt: skip
 
 
@@ -179,9 +179,7 @@ def _experts_per_item(
 def _regions(
     kind: TensorKind, rects: list[list[Rect | None]], largest: list[int], max_elements: int
 ) -> list[Rect]:
-    """Cut a tensor too large for an item, across the dimension tp does not cut where there is
-    one.
-    """
+    """Cut a tensor too large for an item; if it can be, along the dimension tp leaves whole."""
     across_columns = kind.cut is not Cut.COLUMNS and kind.columns > 1
     length = kind.columns if across_columns else kind.rows
     per_line = -(-sum(largest) // length)

@@ -49,8 +49,7 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class TensorGroup:
-    """Part `region` of `num_tensors` canonical tensors that lie alike: same shape, same shards,
-    same holders.
+    """Part `region` of N canonical tensors that lie alike: same shape, same shards, same holders.
 
     A rank holds disjoint rectangles of one tensor on each side.
     """
@@ -62,15 +61,16 @@ class TensorGroup:
     items: IntArray  # [N] position in the order of execution; tensors of one item travel together
     source: tuple[Shard, ...]  # training
     target: tuple[Shard, ...]  # rollout; ranks are GPUs of the job, too
-    is_replicated: bool = (
-        False  # a small tensor that every rank of a stage holds in full, both sides
-    )
+    names: tuple[str, ...] = ()  # [N] the tensors' names, where `name` is no pattern
+    is_replicated: bool = False  # every rank of a stage holds all of it, on both sides
 
     @property
     def num_tensors(self) -> int:
         return len(self.items)
 
     def tensor_name(self, index: int) -> str:
+        if self.names:
+            return self.names[index]
         return self.name.format(layer=self.layers[index], expert=self.experts[index])
 
 
