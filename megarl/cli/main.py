@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
+from megarl.cli.plan import add_plan_command
 from megarl.common.log import quiet_third_parties
 from megarl.config import (
     ConfigError,
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_run_command(commands, "sft", _sft, "supervised warm start", "configs/sft_demo_cpu.yaml")
     _add_prepare(commands)
+    add_plan_command(commands)
     config = commands.add_parser(
         "config", help="print every setting with type, default and meaning"
     )
