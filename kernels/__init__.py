@@ -3,6 +3,7 @@
 from megarl_kernels.gae import discounted_sum, gae, gae_reference
 from megarl_kernels.group_stats import group_mean_std
 from megarl_kernels.linear_log_prob import linear_log_prob, linear_log_prob_reference
+from megarl_kernels.log_prob import log_prob_from_logits, log_prob_from_logits_reference
 from megarl_kernels.whiten import whiten, whiten_reference
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "group_mean_std",
     "linear_log_prob",
     "linear_log_prob_reference",
+    "log_prob_from_logits",
+    "log_prob_from_logits_reference",
     "whiten",
     "whiten_reference",
 ]

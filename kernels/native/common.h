@@ -43,10 +43,10 @@ MEGARL_INLINE void store(bf16* p, float v) {  // round to nearest even
   p->bits = v != v ? 0x7fc0 : (uint16_t)(u >> 16);
 }
 
-// exp(x) for x <= 0, error about 1 ulp; below -87.3 the smallest normal number, which no sum that
-// contains exp(0) = 1 notices. Branch-free (Cephes polynomial); NaN stays NaN.
+// exp(x) for x <= 0, error about 1 ulp, 0 below -87.3. Branch-free (Cephes polynomial); NaN stays NaN.
 MEGARL_INLINE float exp_negative(float x) {
-  x = x < -87.3f ? -87.3f : x;
+  const bool is_zero = x < -87.3f;
+  x = is_zero ? -87.3f : x;
   float n = __builtin_nearbyintf(x * 1.44269504088896341f);
   float r = __builtin_fmaf(n, -0.693359375f, x);
   r = __builtin_fmaf(n, 2.12194440e-4f, r);
@@ -60,9 +60,9 @@ MEGARL_INLINE float exp_negative(float x) {
   int32_t e = (int32_t)(((uint32_t)(int32_t)n + 127u) << 23);
   float s;
   memcpy(&s, &e, 4);
-  return p * s;
+  return is_zero ? 0.0f : p * s;
 }
-MEGARL_INLINE double exp_negative(double x) { return std::exp(x < -700.0 ? -700.0 : x); }
+MEGARL_INLINE double exp_negative(double x) { return x < -700.0 ? 0.0 : std::exp(x); }
 
 template <class A>
 constexpr A lowest_exponent() {
