@@ -1,6 +1,6 @@
 """linear_log_prob: vocabulary-parallel, chunked; checks, dispatch and autograd.
 
-The mathematics is that of log_prob_from_logits (log_prob/partials.py, log_prob/op.py) on logits that
+The mathematics is that of log_prob_from_logits (log_prob/partials.py, op.py), on logits that
 exist one chunk at a time. Between the passes "recompute" keeps O(T) numbers, "keep" the
 logits [T, V_tp] in the dtype of the hidden states and saves a quarter of the products.
 """
