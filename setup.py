@@ -28,7 +28,10 @@ setup(
         *(f"megarl_kernels.{p}" for p in find_packages("kernels")),
     ],
     package_dir={"megarl_kernels": "kernels"},
-    package_data={"megarl": ["py.typed", "**/*.jinja", "**/*.pth"]},
+    package_data={
+        "megarl": ["py.typed", "**/*.jinja", "**/*.pth"],
+        "megarl_kernels": ["native/*.cpp", "native/*.h"],
+    },
     # Engines and megatron come from requirements/{cpu,gpu}.txt: their own metadata pulls CUDA in.
     install_requires=[
         "torch>=2.9",
