@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["MinibatchCounts", "sequence_lengths", "token_weights"]
+from megarl.algorithms.packed import keep, sequence_lengths, spread
+
+__all__ = ["AGGREGATIONS", "MinibatchCounts", "aggregate", "token_weights"]
+
+AGGREGATIONS = (
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,19 +26,16 @@ class MinibatchCounts:
     num_tokens: float  # trained tokens
     num_sequences: float  # sequences with at least one trained token
 
+    @classmethod
+    def of(cls, response_mask: torch.Tensor, cu_seqlens: torch.Tensor) -> MinibatchCounts:
+        """Counts of one packed batch; those of several add up."""
+        lengths = sequence_lengths(response_mask, cu_seqlens)
+        return cls(float(lengths.sum()), float((lengths > 0).sum()))
 
-def sequence_lengths(response_mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Trained tokens of each sequence, [S] float32.
-
-    Args:
-        response_mask: [T] float32, 1 on trained tokens.
-        cu_seqlens: [S+1] int32.
-    """
-    segment = torch.repeat_interleave(
-        torch.arange(cu_seqlens.numel() - 1, device=cu_seqlens.device), cu_seqlens.diff().long()
-    )
-    out = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.float32, device=response_mask.device)
-    return out.index_add_(0, segment, response_mask.float())
+    def __add__(self, other: MinibatchCounts) -> MinibatchCounts:
+        return MinibatchCounts(
+            self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences
+        )
 
 
 def token_weights(
@@ -43,7 +46,7 @@ def token_weights(
     *,
     max_length: int,
 ) -> torch.Tensor:
-    """Weight of each token's loss, [T] float32, 0 where response_mask is 0.
+    """Weight of each token's loss, [T] in the dtype of the mask, 0 where response_mask is 0.
 
     token_mean               1 / N                       N trained tokens of the minibatch
     token_sum                1
@@ -53,17 +56,24 @@ def token_weights(
 
     A minibatch without trained tokens has weights 0.
     """
-    mask = response_mask.float()
+    mask = response_mask
     num_tokens, num_sequences = max(counts.num_tokens, 1.0), max(counts.num_sequences, 1.0)
     if mode == "token_mean":
         return mask / num_tokens
     if mode == "token_sum":
-        return mask
+        return mask.clone()
     if mode == "seq_mean_token_sum":
         return mask / num_sequences
     if mode == "seq_mean_token_sum_norm":
         return mask / (num_sequences * max_length)
     if mode == "seq_mean_token_mean":
         lengths = sequence_lengths(response_mask, cu_seqlens).clamp(min=1.0)
-        return mask / (num_sequences * torch.repeat_interleave(lengths, cu_seqlens.diff().long()))
-    raise ValueError(f"unknown loss aggregation {mode!r}")
+        return mask / (num_sequences * spread(lengths, cu_seqlens))
+    raise ValueError(f"unknown loss aggregation {mode!r}; use one of {', '.join(AGGREGATIONS)}")
+
+
+def aggregate(
+    token_losses: torch.Tensor, weights: torch.Tensor, response_mask: torch.Tensor
+) -> torch.Tensor:
+    """This batch's share of the minibatch loss, a scalar. What lies under the mask has no effect, NaN included."""
+    return keep(token_losses * weights, response_mask).sum()

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 __all__ = ["ADVANTAGES", "ARCHITECTURES", "POLICY_LOSSES", "REWARDS", "REWARD_OPTIONS"]
 
-ADVANTAGES = ("grpo",)
+ADVANTAGES = (
+    "grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)  # fmt: skip
 """megarl.algorithms.ADVANTAGES"""
-POLICY_LOSSES = ("ppo_clip",)
+POLICY_LOSSES = (
+    "ppo_clip", "gspo", "sapo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "reinforce", "gpg",
+    "clip_cov", "kl_cov",
+)  # fmt: skip
 """megarl.algorithms.POLICY_LOSSES"""
 REWARDS = ("number",)
 """megarl.rewards.REWARDS"""

@@ -172,17 +172,31 @@ class AlgorithmConfig:
     """Advantages, policy loss, KL and how they are summed."""
 
     advantage: str = "grpo"
-    """Advantage estimator by name (megarl.algorithms.advantages)."""
+    """Advantage estimator by name (megarl.algorithms.outcome_advantages, docs/numerics.md)."""
     normalize_by_std: bool = True
-    """grpo: divide by the group's standard deviation; false is Dr.GRPO."""
+    """grpo, grpo_passk: divide by the group's standard deviation; false with grpo is Dr.GRPO."""
     policy_loss: str = "ppo_clip"
-    """Policy loss by name (megarl.algorithms.policy_losses)."""
+    """Policy loss by name (megarl.algorithms.policy_losses, docs/numerics.md)."""
     clip_low: float = 0.2
-    """Ratio is clipped at 1 - clip_low, in [0, 1)."""
+    """Ratio is clipped at 1 - clip_low, in [0, 1). geo_mean: of the log-ratio; dppo: of the distance."""
     clip_high: float = 0.2
-    """Ratio is clipped at 1 + clip_high, >= 0."""
+    """Ratio is clipped at 1 + clip_high, >= 0. geo_mean: of the log-ratio; dppo: of the distance."""
     clip_dual: float = 3.0
-    """Dual clip for negative advantages: the loss is at most -clip_dual * advantage, > 1."""
+    """ppo_clip: loss at most -clip_dual * advantage where that is < 0; dppo: largest ratio; > 1."""
+    cov_frac: float = 2e-4
+    """clip_cov, kl_cov: share of the minibatch's tokens that is held back, in (0, 1]."""
+    cov_low: float = 1.0
+    """clip_cov: tokens are drawn among those of covariance above."""
+    cov_high: float = 5.0
+    """clip_cov: tokens are drawn among those of covariance below, >= cov_low."""
+    cov_kl_coef: float = 1.0
+    """kl_cov: weight of |log-ratio| on the tokens held back, >= 0."""
+    sapo_tau_pos: float = 1.0
+    """sapo: steepness of the gate where the advantage is positive, > 0."""
+    sapo_tau_neg: float = 1.05
+    """sapo: steepness of the gate elsewhere, > 0."""
+    dro_beta: float = 0.1
+    """dro: weight of the squared log-ratio, > 0."""
     loss_aggregation: Literal[
         "token_mean",
         "token_sum",
@@ -193,8 +207,8 @@ class AlgorithmConfig:
     """How token losses become one number; denominators are counted over the whole minibatch."""
     kl_coef: float = 0.0
     """Weight of the KL to the frozen reference in the loss, >= 0; 0: no reference is loaded."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
-    """Estimator of that KL (Schulman, http://joschu.net/blog/kl-approx.html)."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"] = "k3"
+    """Estimator of that KL (http://joschu.net/blog/kl-approx.html); + has the gradient of k2."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, >= 0."""
     num_epochs: int = 1
@@ -204,7 +218,8 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         require_range("algorithm.clip_low", self.clip_low, 0.0, 1.0)
-        for name in ("clip_high", "kl_coef", "entropy_coef"):
+        require_range("algorithm.cov_frac", self.cov_frac, 0.0, 1.0, open_low=True)
+        for name in ("clip_high", "kl_coef", "entropy_coef", "cov_kl_coef"):
             require(
                 getattr(self, name) >= 0,
                 f"algorithm.{name}",
@@ -215,7 +230,11 @@ class AlgorithmConfig:
         require(
             self.clip_dual > 1, "algorithm.clip_dual", self.clip_dual, "must be > 1", "3.0 is usual"
         )
-        for name in ("num_epochs", "num_minibatches"):
+        require(
+            self.cov_low <= self.cov_high, "algorithm.cov_low", self.cov_low,
+            f"must be <= algorithm.cov_high={self.cov_high}", "1.0 and 5.0 are usual",
+        )  # fmt: skip
+        for name in ("num_epochs", "num_minibatches", "sapo_tau_pos", "sapo_tau_neg", "dro_beta"):
             require_positive(f"algorithm.{name}", getattr(self, name))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.algorithms import ADVANTAGES
+from megarl.algorithms import ADVANTAGES, Outcomes, spread
 from megarl.data import assign, pack
 from megarl.parallel import all_agree, exchange, gather_lists
 from megarl.rollout import SamplingParams, WeightSyncError
@@ -228,13 +228,16 @@ def _move_samples(
 def set_advantages(run: Run, experience: Experience) -> torch.Tensor:
     """Estimate one advantage per sample from the rewards, put it on its tokens, return them [N]."""
     cfg = run.config.algorithm
-    rewards = torch.tensor([m.reward for m in experience.metas])
-    groups = torch.tensor([m.group for m in experience.metas])
-    advantages = ADVANTAGES[cfg.advantage](rewards, groups, normalize_by_std=cfg.normalize_by_std)
+    outcomes = Outcomes(
+        rewards=torch.tensor([m.reward for m in experience.metas]),
+        groups=torch.tensor([m.group for m in experience.metas]),
+        lengths=torch.tensor([m.num_response_tokens for m in experience.metas]),
+        normalize_by_std=cfg.normalize_by_std,
+    )
+    advantages = ADVANTAGES[cfg.advantage](outcomes)
     for batch in experience.batches:
         per_sequence = torch.where(
             batch.sample_index >= 0, advantages.to(batch.input_ids.device)[batch.sample_index], 0.0
         )
-        lengths = batch.cu_seqlens.diff().long()
-        batch.advantages = torch.repeat_interleave(per_sequence, lengths) * batch.response_mask
+        batch.advantages = spread(per_sequence, batch.cu_seqlens) * batch.response_mask
     return advantages

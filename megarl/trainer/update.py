@@ -10,11 +10,17 @@ import torch.distributed as dist
 
 from megarl.algorithms import (
     POLICY_LOSSES,
-    ClipRange,
+    SELECTIONS,
+    LossInputs,
+    LossSettings,
     MinibatchCounts,
+    aggregate,
+    keep,
     kl_penalty,
-    sequence_lengths,
+    positions,
+    spread,
     token_weights,
+    weighted_loss,
 )
 from megarl.config.schema import AlgorithmConfig
 from megarl.trainer.experience import Experience
@@ -77,13 +83,69 @@ def add_log_probs(run: Run, experience: Experience) -> None:
 
 def count_minibatch(run: Run, batches: Sequence[TrainBatch]) -> MinibatchCounts:
     """Trained tokens and sequences of the minibatch over all data-parallel ranks, counted once."""
-    lengths = [sequence_lengths(b.response_mask, b.cu_seqlens) for b in batches]
+    parts = [MinibatchCounts.of(b.response_mask, b.cu_seqlens) for b in batches]
     local = torch.tensor(
-        [sum(float(x.sum()) for x in lengths), sum(float((x > 0).sum()) for x in lengths)],
+        [sum(c.num_tokens for c in parts), sum(c.num_sequences for c in parts)],
         dtype=torch.float64, device=run.world.device,
     )  # fmt: skip
     dist.all_reduce(local, group=run.groups.dp_cp)
     return MinibatchCounts(num_tokens=float(local[0]), num_sequences=float(local[1]))
+
+
+def loss_settings(cfg: AlgorithmConfig) -> LossSettings:
+    """The numbers policy losses read."""
+    return LossSettings(
+        clip_low=cfg.clip_low, clip_high=cfg.clip_high, clip_dual=cfg.clip_dual,
+        cov_frac=cfg.cov_frac, cov_low=cfg.cov_low, cov_high=cfg.cov_high,
+        cov_kl_coef=cfg.cov_kl_coef, sapo_tau_pos=cfg.sapo_tau_pos,
+        sapo_tau_neg=cfg.sapo_tau_neg, dro_beta=cfg.dro_beta,
+    )  # fmt: skip
+
+
+def token_keys(batch: TrainBatch) -> torch.Tensor:
+    """A number for each token, [T] int64, that depends on its sample and place only, not on the packing."""
+    return spread(batch.sample_index, batch.cu_seqlens) * 2**32 + positions(batch.cu_seqlens)
+
+
+def select_tokens(run: Run, batches: Sequence[TrainBatch], *, seed: int) -> torch.Tensor | None:
+    """Keys of the tokens that the loss singles out on the minibatch; None: the loss does not select.
+
+    Costs a forward pass: the choice depends on the current log-probs of the whole minibatch. Every
+    data-parallel rank makes it on all tokens in order of their keys, so the split has no influence.
+    """
+    cfg = run.config.algorithm
+    if cfg.policy_loss not in SELECTIONS:
+        return None
+    scores = run.actor.score(batches, temperature=run.config.rollout.temperature, only_trained=True)
+    rows = torch.cat([_trained_rows(s, b) for s, b in zip(scores, batches, strict=True)])
+    rows = _gather_rows(rows, run.groups.dp_cp)
+    keys, (log_probs, old_log_probs, advantages) = rows[:, 0].long(), rows[:, 1:].unbind(1)
+    order = keys.argsort()
+    chosen = SELECTIONS[cfg.policy_loss](
+        log_probs[order], old_log_probs[order], advantages[order], loss_settings(cfg), seed=seed
+    )
+    return keys[order][chosen]
+
+
+def _trained_rows(scores: TokenScores, batch: TrainBatch) -> torch.Tensor:
+    """(key, log-prob, old log-prob, advantage) of each trained token, [N, 4] float64: exact for keys < 2^53."""
+    assert batch.advantages is not None
+    old = scores.log_probs if batch.old_log_probs is None else batch.old_log_probs
+    fields = [token_keys(batch), scores.log_probs, old, batch.advantages]
+    return torch.stack([f.double() for f in fields], dim=1)[batch.response_mask > 0]
+
+
+def _gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The rows of all ranks of the group, which may have different numbers of them."""
+    count = torch.tensor([rows.size(0)], device=rows.device)
+    counts = [torch.empty_like(count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, count, group=group)
+    longest = int(max(int(c) for c in counts))
+    padded = rows.new_zeros(longest, rows.size(1))
+    padded[: rows.size(0)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(c)] for part, c in zip(parts, counts, strict=True)])
 
 
 def policy_loss(
@@ -93,6 +155,7 @@ def policy_loss(
     cfg: AlgorithmConfig,
     counts: MinibatchCounts,
     max_length: int,
+    selected_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One micro-batch's share of the minibatch loss, and its metric sums (see UPDATE_METRICS)."""
     assert batch.advantages is not None
@@ -102,24 +165,24 @@ def policy_loss(
         cfg.loss_aggregation, mask, batch.cu_seqlens, counts, max_length=max_length
     )
     old = batch.old_log_probs if batch.old_log_probs is not None else scores.log_probs.detach()
-
-    def weighted(values: torch.Tensor) -> torch.Tensor:
-        # where, not a product: NaN * 0 is NaN, and a masked position must have no effect
-        return torch.where(mask > 0, values * weights, 0.0).sum()
-
-    clip = ClipRange(cfg.clip_low, cfg.clip_high, cfg.clip_dual)
-    tokens = POLICY_LOSSES[cfg.policy_loss](scores.log_probs, old, batch.advantages, clip=clip)
-    policy = loss = weighted(tokens.loss)
+    inputs = LossInputs(
+        log_probs=scores.log_probs, old_log_probs=old, advantages=batch.advantages,
+        response_mask=mask, cu_seqlens=batch.cu_seqlens,
+        selected=None if selected_keys is None else torch.isin(token_keys(batch), selected_keys),
+    )  # fmt: skip
+    policy, tokens = weighted_loss(
+        POLICY_LOSSES[cfg.policy_loss], inputs, loss_settings(cfg), weights=weights
+    )
+    loss = policy
     kl = torch.zeros_like(loss)
     ref_kl = torch.zeros_like(mask)
     if batch.ref_log_probs is not None:
-        kl = cfg.kl_coef * weighted(
-            kl_penalty(scores.log_probs, batch.ref_log_probs, cfg.kl_estimator)
-        )
-        ref_kl = scores.log_probs - batch.ref_log_probs
+        log_probs, ref = keep(scores.log_probs, mask), keep(batch.ref_log_probs, mask)
+        kl = cfg.kl_coef * aggregate(kl_penalty(log_probs, ref, cfg.kl_estimator), weights, mask)
+        ref_kl = log_probs - ref
         loss = loss + kl
     if cfg.entropy_coef:
-        loss = loss - cfg.entropy_coef * weighted(scores.entropy)
+        loss = loss - cfg.entropy_coef * aggregate(scores.entropy, weights, mask)
     drift = batch.rollout_log_probs - old
     metrics = {
         "update/loss": loss.detach().double().reshape(1),
@@ -152,7 +215,9 @@ def update(run: Run, experience: Experience) -> dict[str, float]:
     last: dict[str, float] = {}
     for _ in range(run.config.algorithm.num_epochs):
         for batches in experience.minibatches:
-            values, last = _update_once(run, batches)
+            # the version of the weights counts steps: a seed of its own for every update of the run
+            seed = run.config.trainer.seed + (run.weight_version << 16) + len(history)
+            values, last = _update_once(run, batches, seed=seed)
             history.append(values)
     metrics = to_floats(combine(history, UPDATE_METRICS), UPDATE_METRICS)
     for name in (n for n, reducer in UPDATE_METRICS.items() if reducer == "sum"):
@@ -160,12 +225,18 @@ def update(run: Run, experience: Experience) -> dict[str, float]:
     return {**metrics, **last}
 
 
-def _update_once(run: Run, batches: Sequence[TrainBatch]) -> tuple[Values, dict[str, float]]:
+def _update_once(
+    run: Run, batches: Sequence[TrainBatch], *, seed: int
+) -> tuple[Values, dict[str, float]]:
     cfg, rollout = run.config.algorithm, run.config.rollout
     counts = count_minibatch(run, batches)
+    selected_keys = select_tokens(run, batches, seed=seed)
 
     def loss_fn(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, Values]:
-        return policy_loss(scores, batch, cfg=cfg, counts=counts, max_length=rollout.max_new_tokens)
+        return policy_loss(
+            scores, batch, cfg=cfg, counts=counts, max_length=rollout.max_new_tokens,
+            selected_keys=selected_keys,
+        )  # fmt: skip
 
     parts = run.actor.forward_backward(batches, loss_fn, temperature=rollout.temperature)
     values = reduce_values(combine(parts, UPDATE_METRICS), UPDATE_METRICS, run.groups.dp_cp)

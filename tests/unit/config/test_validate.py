@@ -10,6 +10,7 @@ from megarl.config import (
     ConfigError,
     SftConfig,
     TrainConfig,
+    choices,
     load_config,
     validate_sft,
     validate_train,
@@ -126,13 +127,14 @@ def test_valid_config_gives_the_mesh_with_dp_filled_in(empty_yaml: Path, base: l
         (
             ["algorithm.advantage=grop"],
             1,
-            "algorithm.advantage='grop' is not a known name (did you mean grpo?); use grpo",
+            "algorithm.advantage='grop' is not a known name (did you mean grpo?); use "
+            + ", ".join(choices.ADVANTAGES),
         ),
         (
             ["algorithm.policy_loss=ppoclip"],
             1,
             "algorithm.policy_loss='ppoclip' is not a known name (did you mean ppo_clip?); use "
-            "ppo_clip",
+            + ", ".join(choices.POLICY_LOSSES),
         ),
         (["reward.name=judge"], 1, "reward.name='judge' is not a known name; use number"),
         (
