@@ -15,8 +15,12 @@ from megarl.algorithms.packed import keep, sequence_lengths, spread
 __all__ = ["AGGREGATIONS", "MinibatchCounts", "aggregate", "token_weights"]
 
 AGGREGATIONS = (
-    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean",
-)  # fmt: skip
+    "token_mean",
+    "token_sum",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+    "seq_mean_token_mean",
+)
 
 
 @dataclass(frozen=True)
@@ -75,5 +79,7 @@ def token_weights(
 def aggregate(
     token_losses: torch.Tensor, weights: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
-    """This batch's share of the minibatch loss, a scalar. What lies under the mask has no effect, NaN included."""
+    """This batch's share of the minibatch loss, a scalar. What lies under the mask has no effect,
+    NaN included.
+    """
     return keep(token_losses * weights, response_mask).sum()

@@ -1,4 +1,6 @@
-"""Groups of responses to one prompt. A group id is a label: any integers or strings, in any order."""
+"""Groups of responses to one prompt. A group id is a label: any integers or strings, in any
+order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How far the trainer's policy is from the engine's: numbers to log. Over the trained tokens of a minibatch.
+"""How far the trainer's policy is from the engine's: numbers to log. Over the trained tokens of a
+minibatch.
 
 Sequences without a trained token count nowhere: an empty or padding row changes no number.
 """
@@ -35,7 +36,9 @@ def _std(values: torch.Tensor, mask: torch.Tensor) -> float:
 
 
 def _sequence_metrics(values: torch.Tensor, ideal: float) -> dict[str, float]:
-    """Mean, unbiased deviation and extremes over sequences; `values` [S'] of those that have tokens."""
+    """Mean, unbiased deviation and extremes over sequences; `values` [S'] of those that have
+    tokens.
+    """
     if not values.numel():
         return {}
     return {
@@ -96,13 +99,15 @@ def weight_metrics(
     high: float,
     low: float | None,
 ) -> dict[str, float]:
-    """Importance weights as applied, before normalisation, and how often the raw ones lie outside the bounds.
+    """Importance weights as applied, before normalisation, and how often the raw ones lie outside
+    the bounds.
 
     eff_sample_size = mean(w)^2 / mean(w^2). Without a lower bound, "low" means below 1 / high.
 
     Args:
         weights: [T] from `restrict_weights`; raw: [T] from `raw_weights`.
-        level: token or sequence; at "sequence" extremes and fractions are those of the raw weights over sequences.
+        level: token or sequence; at "sequence" extremes and fractions are those of the raw weights
+            over sequences.
     """
     mask = response_mask
     if not bool((mask > 0).any()):
@@ -119,14 +124,19 @@ def weight_metrics(
         "min": float(extremes.min()),
         "std": _std(weights, mask),
         "eff_sample_size": float(
-            masked_mean(weights, mask).square() / masked_mean(weights.square(), mask).clamp(min=1e-12)
+            masked_mean(weights, mask).square()
+            / masked_mean(weights.square(), mask).clamp(min=1e-12)
         ),
-        "ratio_fraction_high": float(seq_high.double().mean()) if is_sequence else _frac(raw > high, mask),
-        "ratio_fraction_low": float(seq_low.double().mean()) if is_sequence else _frac(raw < floor, mask),
+        "ratio_fraction_high": float(seq_high.double().mean())
+        if is_sequence
+        else _frac(raw > high, mask),
+        "ratio_fraction_low": float(seq_low.double().mean())
+        if is_sequence
+        else _frac(raw < floor, mask),
         **_sequence_metrics(per_sequence, 1.0),
         "seq_fraction_high": float(seq_high.double().mean()),
         "seq_fraction_low": float(seq_low.double().mean()),
-    }  # fmt: skip
+    }
     if low is not None:
         out["oob_ratio"] = _frac((raw < low) | (raw > high), mask)
     return out
@@ -140,8 +150,8 @@ def rejection_metrics(
 ) -> dict[str, float]:
     """The criterion's statistic over tokens and sequences, and the share it rejects.
 
-    fraction_high and fraction_low count what lies above and below the kept interval of the statistic; std is
-    that of the statistic bounded to the interval.
+    fraction_high and fraction_low count what lies above and below the kept interval of the
+    statistic; std is that of the statistic bounded to the interval.
     """
     mask = response_mask
     if not bool((mask > 0).any()):

@@ -1,8 +1,8 @@
 """Advantages from one reward per response: no critic, no token-level reward, no extra forward pass.
 
-One number per response; the trainer puts it on the response's trained tokens. Sums run in float64 and
-the result has the dtype of the rewards. A group of one says nothing about which response was better:
-its advantage is 0 for every estimator that compares within the group.
+One number per response; the trainer puts it on the response's trained tokens. Sums run in float64
+and the result has the dtype of the rewards. A group of one says nothing about which response was
+better: its advantage is 0 for every estimator that compares within the group.
 """
 
 from __future__ import annotations
@@ -15,9 +15,18 @@ import torch
 from megarl.algorithms.groups import Groups, group_counts, group_index, group_mean, group_std
 
 __all__ = [
-    "ADVANTAGES", "Outcomes", "gdpo", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_baseline",
-    "reinforce_plus_plus_outcome", "rloo", "whiten_by_length",
-]  # fmt: skip
+    "ADVANTAGES",
+    "Outcomes",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "reinforce_plus_plus_outcome",
+    "rloo",
+    "whiten_by_length",
+]
 
 
 def _double(rewards: torch.Tensor) -> torch.Tensor:
@@ -34,8 +43,8 @@ def grpo(
 ) -> torch.Tensor:
     """Group-relative advantage: A_i = (r_i - mean of its group) / (std of its group + eps).
 
-    DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1; without the division it is Dr. GRPO,
-    https://arxiv.org/abs/2503.20783. The standard deviation is the unbiased one.
+    DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1; without the division it is Dr.
+    GRPO, https://arxiv.org/abs/2503.20783. The standard deviation is the unbiased one.
 
     Args:
         rewards: [N] float, one per response.
@@ -79,7 +88,8 @@ def grpo_passk(
 
 
 def rloo(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Leave-one-out: A_i = r_i - mean of the other rewards of the group = (r_i - mean) * n / (n - 1).
+    """Leave-one-out: A_i = r_i - mean of the other rewards of the group = (r_i - mean) * n / (n -
+    1).
 
     https://arxiv.org/abs/2402.14740. Never divided by a leave-one-out standard deviation:
     the others' spread may be 0 where r_i differs from all of them.
@@ -118,7 +128,8 @@ def opo(rewards: torch.Tensor, groups: Groups, lengths: torch.Tensor) -> torch.T
 
 
 def gpg(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """A_i = alpha * (r_i - mean of its group), alpha = responses / responses with a reward other than 0.
+    """A_i = alpha * (r_i - mean of its group), alpha = responses / responses with a reward other
+    than 0.
 
     GPG, https://arxiv.org/abs/2504.02546; alpha makes up for groups that carry no signal.
 
@@ -137,7 +148,8 @@ def gpg(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
 def whiten_by_length(
     values: torch.Tensor, lengths: torch.Tensor, *, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten over tokens when all tokens of a response have its value: mean and variance weighted by length.
+    """Whiten over tokens when all tokens of a response have its value: mean and variance weighted
+    by length.
 
     Args:
         values: [N] float, one per response.
@@ -154,7 +166,8 @@ def whiten_by_length(
 
 
 def reinforce_plus_plus_outcome(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """REINFORCE++ with an outcome reward and gamma 1: the reward, whitened over all tokens of the batch.
+    """REINFORCE++ with an outcome reward and gamma 1: the reward, whitened over all tokens of the
+    batch.
 
     https://arxiv.org/abs/2501.03262. Token rewards or gamma < 1: `reinforce_plus_plus`.
 
@@ -195,7 +208,8 @@ def gdpo(
     weights: Sequence[float] | None = None,
     normalize_by_std: bool = True,
 ) -> torch.Tensor:
-    """GRPO per kind of reward, then their weighted sum whitened over all tokens: A = whiten(sum_k w_k A_k).
+    """GRPO per kind of reward, then their weighted sum whitened over all tokens: A = whiten(sum_k
+    w_k A_k).
 
     GDPO, https://arxiv.org/abs/2601.05242. A reward of large scale cannot drown a small one.
 

@@ -14,9 +14,19 @@ ADVANTAGES = (
 )  # fmt: skip
 """megarl.algorithms.ADVANTAGES"""
 POLICY_LOSSES = (
-    "ppo_clip", "gspo", "sapo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "reinforce", "gpg",
-    "clip_cov", "kl_cov",
-)  # fmt: skip
+    "ppo_clip",
+    "gspo",
+    "sapo",
+    "geo_mean",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "reinforce",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+)
 """megarl.algorithms.POLICY_LOSSES"""
 REWARDS = ("number",)
 """megarl.rewards.REWARDS"""

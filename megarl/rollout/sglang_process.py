@@ -47,6 +47,7 @@ _LAUNCHER_VARIABLES = (
 )
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 _POLL_S = 0.5
+_RETIRED_CONTEXTS: list[Any] = []  # see _remove_channels
 
 
 def _ignore_signal(signum: int, frame: object) -> None:
@@ -71,7 +72,7 @@ class _Launcher(Engine):
             super().__init__(**server_args)
         except BaseException:
             for manager, port_args in made:
-                _remove_channels([manager.send_to_scheduler], port_args)
+                _remove_channels(_sockets(manager), port_args)
             raise
 
     @classmethod
@@ -182,7 +183,7 @@ class EngineProcess:
         return task.result()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task on the engine's loop, which runs only inside `wait` and `run`; close cancels it."""
+        """A task on the engine's loop, which only runs inside `wait` and `run`; close ends it."""
         if self.engine is None:
             coroutine.close()
             raise RolloutError("the engine is closed")
@@ -342,17 +343,23 @@ def _close_loop_side(engine: Engine, own_tasks: set[asyncio.Task[Any]]) -> None:
         task.cancel()
     if tasks and not engine.loop.is_closed():
         engine.loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-    _remove_channels([engine.send_to_rpc, manager.send_to_scheduler], engine.port_args)
+    _remove_channels([engine.send_to_rpc, *_sockets(manager)], engine.port_args)
+
+
+def _sockets(manager: Any) -> list[Any]:
+    return [manager.send_to_scheduler, manager.recv_from_detokenizer]
 
 
 def _remove_channels(zmq_sockets: list[Any], port_args: Any) -> None:
-    """Close SGLang's zmq contexts and remove the files of their channels and of the killed
+    """Close SGLang's zmq sockets and remove the files of their channels and of the killed
     schedulers.
 
-    A context that is left to the garbage collector waits for ever for sockets collected with it.
+    The contexts themselves are kept: ending one, or leaving it to the garbage collector, which ends
+    it, can wait for ever for messages to dead processes or for sockets collected with it.
     """
     for zmq_socket in zmq_sockets:
-        zmq_socket.context.destroy(linger=0)
+        _RETIRED_CONTEXTS.append(zmq_socket.context)
+        zmq_socket.close(linger=0)
     for name in vars(port_args).values():
         if isinstance(name, str) and name.startswith("ipc://"):
             Path(name.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -103,12 +103,15 @@ def loss_settings(cfg: AlgorithmConfig) -> LossSettings:
 
 
 def token_keys(batch: TrainBatch) -> torch.Tensor:
-    """A number for each token, [T] int64, that depends on its sample and place only, not on the packing."""
+    """A number for each token, [T] int64, that depends on its sample and place only, not on the
+    packing.
+    """
     return spread(batch.sample_index, batch.cu_seqlens) * 2**32 + positions(batch.cu_seqlens)
 
 
 def select_tokens(run: Run, batches: Sequence[TrainBatch], *, seed: int) -> torch.Tensor | None:
-    """Keys of the tokens that the loss singles out on the minibatch; None: the loss does not select.
+    """Keys of the tokens that the loss singles out on the minibatch; None: the loss does not
+    select.
 
     Costs a forward pass: the choice depends on the current log-probs of the whole minibatch. Every
     data-parallel rank makes it on all tokens in order of their keys, so the split has no influence.
@@ -128,7 +131,9 @@ def select_tokens(run: Run, batches: Sequence[TrainBatch], *, seed: int) -> torc
 
 
 def _trained_rows(scores: TokenScores, batch: TrainBatch) -> torch.Tensor:
-    """(key, log-prob, old log-prob, advantage) of each trained token, [N, 4] float64: exact for keys < 2^53."""
+    """(key, log-prob, old log-prob, advantage) of each trained token, [N, 4] float64: exact for
+    keys < 2^53.
+    """
     assert batch.advantages is not None
     old = scores.log_probs if batch.old_log_probs is None else batch.old_log_probs
     fields = [token_keys(batch), scores.log_probs, old, batch.advantages]

@@ -1,7 +1,8 @@
-"""Where we differ from the reference on purpose: which ids, why, and the right answer worked out on its own.
+"""Where we differ from the reference on purpose: which ids, why, and the right answer worked out
+on its own.
 
-The answers come from slow loops over padded rows that share no code with megarl. An id is listed only when
-its right answer differs from the file's; our result must then equal the right answer.
+The answers come from slow loops over padded rows that share no code with megarl. An id is listed
+only when its right answer differs from the file's; our result must then equal the right answer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Difference:
     pattern: str  # of ids
     reason: str
     right: Callable[[Case], Any]  # the whole right output, shaped like the case's
-    # where `right` does not build on the file's output: the reference's number, its fault included. The file
+    # where `right` does not build on the file's output: the reference's number, its fault included.
+    # The file
     # must hold it, else the difference is not the one described here.
     theirs: Callable[[Case], Any] | None = None
 
@@ -73,7 +75,9 @@ def _whitened(rows: list[list[float]], mask: list[list[float]]) -> torch.Tensor:
 def _centred(
     scores: list[float], labels: list[str], *, by_std: bool, keeps_single: bool
 ) -> list[float]:
-    """Minus the group's mean (and over its std). A group of one: 0, or the raw score if keeps_single."""
+    """Minus the group's mean (and over its std). A group of one: 0, or the raw score if
+    keeps_single.
+    """
     out = []
     for score, label in zip(scores, labels, strict=True):
         group = [s for s, other in zip(scores, labels, strict=True) if other == label]
@@ -145,7 +149,9 @@ def _geo_mean(case: Case, *, counts_all: bool = False) -> Any:
 
 
 def rejection(case: Case, *, is_inverted: bool = False) -> Any:
-    """Rejection and its metrics, row by row. is_inverted: k1 bounds on 1 / ratio, as the reference has them."""
+    """Rejection and its metrics, row by row. is_inverted: k1 bounds on 1 / ratio, as the reference
+    has them.
+    """
     mask, ratios = case.inputs["response_mask"].tolist(), case.inputs["log_ratio"].tolist()
     names = [n.strip() for n in case.params["rollout_rs"].split(",")]
     specs = [s.strip() for s in str(case.params["threshold"]).split(",")] * len(names)
@@ -223,22 +229,42 @@ DIFFERENCES = (
     Difference("gpg*", ONE, _singles_zero),
     Difference("otb/*", ONE + "; " + HOLES, _singles_zero),
     Difference("tir_otb/*", ONE + "; " + HOLES, _singles_zero),
-    Difference("reinforce_plus_plus_baseline", ONE + ", before whitening", _baseline_whitened,
-               partial(_baseline_whitened, keeps_single=True)),
+    Difference(
+        "reinforce_plus_plus_baseline",
+        ONE + ", before whitening",
+        _baseline_whitened,
+        partial(_baseline_whitened, keeps_single=True),
+    ),
     Difference("gdpo", ONE + ", before whitening", _gdpo, partial(_gdpo, keeps_single=True)),
-    Difference("group_mean_std", "a group of one has its own mean and std 0, not 0 and 1", _group_mean_std),
-    Difference("masked_whiten", "0 outside the mask, where the reference leaves numbers", _zero_under_mask),
-    Difference("gae/*/response_mask/*", "0 after the last token (no padding here)", _zero_under_mask),
-    Difference("gae/rew_dense/response_mask_multiturn/*",
-               HOLES + "; a reward there is refused, so it is dropped first", _zero_under_mask),
+    Difference(
+        "group_mean_std", "a group of one has its own mean and std 0, not 0 and 1", _group_mean_std
+    ),
+    Difference(
+        "masked_whiten", "0 outside the mask, where the reference leaves numbers", _zero_under_mask
+    ),
+    Difference(
+        "gae/*/response_mask/*", "0 after the last token (no padding here)", _zero_under_mask
+    ),
+    Difference(
+        "gae/rew_dense/response_mask_multiturn/*",
+        HOLES + "; a reward there is refused, so it is dropped first",
+        _zero_under_mask,
+    ),
     Difference("gae*", HOLES, _zero_under_mask),
-    Difference("policy_loss/geo_mean*",
-               "clip fractions count tokens whose clip is in force; the reference counts every ratio "
-               "outside the bounds, also where the minimum takes the unclipped one", _geo_mean,
-               partial(_geo_mean, counts_all=True)),
-    Difference("rollout_rs/*k1*", "bounds are bounds on pi_train / pi_rollout; the reference applies them "
-               "to its inverse", rejection, partial(rejection, is_inverted=True)),
-)  # fmt: skip
+    Difference(
+        "policy_loss/geo_mean*",
+        "clip fractions count tokens whose clip is in force; the reference counts every ratio "
+        "outside the bounds, also where the minimum takes the unclipped one",
+        _geo_mean,
+        partial(_geo_mean, counts_all=True),
+    ),
+    Difference(
+        "rollout_rs/*k1*",
+        "bounds are bounds on pi_train / pi_rollout; the reference applies them to its inverse",
+        rejection,
+        partial(rejection, is_inverted=True),
+    ),
+)
 
 
 def find(case: Case) -> Difference | None:

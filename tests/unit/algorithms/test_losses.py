@@ -90,7 +90,9 @@ def test_gspo_clips_the_sequence_by_its_mean_log_ratio() -> None:
 
 
 def test_geo_mean_clips_each_log_ratio_before_the_mean() -> None:
-    """Log-ratios .3 (clipped to .2) and -.1, A = 1: loss -e^.05; the clipped token has no gradient."""
+    """Log-ratios .3 (clipped to .2) and -.1, A = 1: loss -e^.05; the clipped token has no
+    gradient.
+    """
     out, grad = evaluate([0.3, -0.1], [1.0, 1.0], name="geo_mean")
     assert out.loss.tolist() == pytest.approx([-math.exp(0.05)] * 2)
     assert grad.tolist() == pytest.approx([0.0, -math.exp(0.05)])
@@ -111,7 +113,9 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient() -> None:
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_dppo_stops_only_moves_too_far_in_the_direction_of_the_advantage(name: str) -> None:
-    """From .2 to .6 (total variation .4, binary KL .335): stopped where A > 0, let back where A < 0."""
+    """From .2 to .6 (total variation .4, binary KL .335): stopped where A > 0, let back where A <
+    0.
+    """
     settings = LossSettings(clip_low=0.3, clip_high=0.3, clip_dual=2.0)
     move = [math.log(3.0)] * 2
     out, grad = evaluate(move, [1.0, -1.0], name=name, settings=settings, old=math.log(0.2))
