@@ -41,7 +41,7 @@ setup(
         "omegaconf>=2.3",
         "pyarrow",
         "psutil",
-        "tensorboard",
+        "scipy", "tensorboard",
         "plotext>=5.3,<6",
     ],
     entry_points={"console_scripts": ["megarl = megarl.cli.main:main"]},
