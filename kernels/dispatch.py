@@ -14,7 +14,7 @@ import os
 import torch
 from megarl_kernels import native
 
-__all__ = ["BACKENDS", "CPU_DTYPES", "TRITON_DTYPES", "choose_backend"]
+__all__ = ["BACKENDS", "CPU_DTYPES", "TRITON_DTYPES", "choose_backend", "triton_is_possible"]
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -66,13 +66,19 @@ def _cpu_obstacle(device: str, dtype: torch.dtype) -> str | None:
     return native.obstacle()
 
 
+def triton_is_possible(device: str) -> bool:
+    """Whether Triton kernels run on this device: CUDA, or anything under Triton's interpreter."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (device == "cuda" or is_interpreted) and importlib.util.find_spec("triton") is not None
+
+
 def _triton_obstacle(device: str, dtype: torch.dtype, has_triton: bool) -> str | None:
+    if not triton_is_possible(device):
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        return f"the tensors are on {device}"
     if not has_triton:
         return "there is no Triton kernel for these arguments"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the tensors are on {device}"
     if dtype not in TRITON_DTYPES:
         return f"the Triton kernels have no {dtype}"
     return None

@@ -31,6 +31,14 @@ def chunk_partials(
     with_entropy: bool,
 ) -> None:
     """Softmax partials of hidden rows^T over these rows."""
+    if backend == "triton":
+        from megarl_kernels.linear_log_prob.triton_backend import fused_partials  # imports triton
+
+        fused_partials(
+            hidden, rows, targets, partials, first_row=first_row, scale=scale,
+            with_entropy=with_entropy,
+        )  # fmt: skip
+        return
     buffer = _buffer(hidden, rows)
     for part in _row_parts(rows):
         for tokens in _token_parts(hidden):
@@ -63,12 +71,11 @@ def recompute_gradients(
             sums = torch.zeros(here.shape, dtype=partial_dtype(hidden), device=here.device)
         for tokens in _token_parts(hidden):
             x = hidden[tokens]
-            dz = _logits(x, here, buffer)
-            write_gradient(
-                backend, dz, dz, targets[tokens],
-                *(None if v is None else v[tokens] for v in per_token),
-                first_column=first_row + part.start, scale=scale,
-            )  # type: ignore[misc]  # fmt: skip
+            dz = _logits_gradient(
+                backend, x, here, targets[tokens],
+                tuple(None if v is None else v[tokens] for v in per_token), buffer,
+                first_row=first_row + part.start, scale=scale,
+            )  # fmt: skip
             if grad_hidden is not None:
                 _add_product(grad_hidden[tokens], dz, here)
             if sums is not None:
@@ -77,6 +84,33 @@ def recompute_gradients(
                 torch.mm(dz.t(), x, out=grad_rows[part])
         if sums is not None:
             grad_rows[part] = sums  # type: ignore[index]
+
+
+def _logits_gradient(
+    backend: str,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    per_token: tuple[torch.Tensor | None, ...],
+    buffer: torch.Tensor,
+    *,
+    first_row: int,
+    scale: float,
+) -> torch.Tensor:
+    """d loss / d logits of one chunk, in the buffer."""
+    if backend == "triton":
+        from megarl_kernels.linear_log_prob.triton_backend import fused_gradient  # imports triton
+
+        dz = _view(buffer, hidden, rows)
+        fused_gradient(
+            hidden, rows, targets, per_token, dz, first_row=first_row, scale=scale
+        )  # fmt: skip
+        return dz
+    dz = _logits(hidden, rows, buffer)
+    write_gradient(
+        backend, dz, dz, targets, *per_token, first_column=first_row, scale=scale
+    )  # type: ignore[misc]  # fmt: skip
+    return dz
 
 
 def partial_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -103,9 +137,12 @@ def _buffer(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _logits(hidden: torch.Tensor, rows: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """hidden rows^T in the buffer: valid until the next call."""
+    return torch.mm(hidden, rows.t(), out=_view(buffer, hidden, rows))
+
+
+def _view(buffer: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     shape = hidden.size(0), rows.size(0)
-    out = buffer[: shape[0] * shape[1]].view(shape)
-    return torch.mm(hidden, rows.t(), out=out)
+    return buffer[: shape[0] * shape[1]].view(shape)
 
 
 def _row_parts(rows: torch.Tensor) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from megarl_kernels.dispatch import choose_backend
+from megarl_kernels.dispatch import choose_backend, triton_is_possible
 from megarl_kernels.linear_log_prob.chunked import (
     chunk_partials,
     partial_dtype,
@@ -82,11 +82,21 @@ def linear_log_prob(
     if group is not None and group.size() == 1:
         group = None
     num_rows = real_columns(weight.size(0), vocab_start, vocab_size, group)
+    hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
     scores: tuple[torch.Tensor, torch.Tensor] = _LinearLogProb.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets.contiguous(), 1.0 / temperature, vocab_start, num_rows, group,
-        with_entropy, backward == "keep", choose_backend("linear_log_prob", hidden),
+        hidden, weight, targets, 1.0 / temperature, vocab_start, num_rows, group, with_entropy,
+        backward == "keep", _backend(hidden, weight),
     )  # fmt: skip
     return scores
+
+
+def _backend(hidden: torch.Tensor, weight: torch.Tensor) -> str:
+    has_triton = False
+    if triton_is_possible(hidden.device.type):
+        from megarl_kernels.linear_log_prob.triton_backend import takes  # imports triton
+
+        has_triton = takes(hidden, weight)
+    return choose_backend("linear_log_prob", hidden, has_triton=has_triton)
 
 
 class _LinearLogProb(torch.autograd.Function):
