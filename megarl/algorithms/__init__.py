@@ -1,4 +1,6 @@
-"""Advantages, policy losses, KL and aggregation: pure tensor math; no config object, no process group."""
+"""Advantages, policy losses, KL and aggregation: pure tensor math; no config object, no process
+group.
+"""
 
 from megarl.algorithms.aggregation import AGGREGATIONS, MinibatchCounts, aggregate, token_weights
 from megarl.algorithms.kl import KL_ESTIMATORS, kl_penalty
@@ -14,7 +16,23 @@ from megarl.algorithms.policy_losses import (
 )
 
 __all__ = [
-    "ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "POLICY_LOSSES", "SELECTIONS", "LossInputs", "LossSettings",
-    "MinibatchCounts", "Outcomes", "TokenLoss", "aggregate", "grpo", "keep", "kl_penalty", "positions",
-    "sequence_lengths", "spread", "token_weights", "weighted_loss",
-]  # fmt: skip
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "KL_ESTIMATORS",
+    "POLICY_LOSSES",
+    "SELECTIONS",
+    "LossInputs",
+    "LossSettings",
+    "MinibatchCounts",
+    "Outcomes",
+    "TokenLoss",
+    "aggregate",
+    "grpo",
+    "keep",
+    "kl_penalty",
+    "positions",
+    "sequence_lengths",
+    "spread",
+    "token_weights",
+    "weighted_loss",
+]

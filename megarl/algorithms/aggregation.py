@@ -1,7 +1,8 @@
-"""How token losses become one number: as weights, so that every split of the minibatch sums to the same loss.
+"""How token losses become one number: as weights, so that every split of the minibatch sums to the
+same loss.
 
-loss = sum over all micro-batches and data-parallel ranks of sum_t weight[t] * token_loss[t]. The weights use
-counts of the whole minibatch, taken once; no mean is ever taken of means.
+loss = sum over all micro-batches and data-parallel ranks of sum_t weight[t] * token_loss[t]. The
+weights use counts of the whole minibatch, taken once; no mean is ever taken of means.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from megarl.algorithms.packed import keep, sequence_lengths, spread
 __all__ = ["AGGREGATIONS", "MinibatchCounts", "aggregate", "token_weights"]
 
 AGGREGATIONS = (
-    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean",
-)  # fmt: skip
+    "token_mean",
+    "token_sum",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+    "seq_mean_token_mean",
+)
 
 
 @dataclass(frozen=True)
@@ -75,5 +80,7 @@ def token_weights(
 def aggregate(
     token_losses: torch.Tensor, weights: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
-    """This batch's share of the minibatch loss, a scalar. What lies under the mask has no effect, NaN included."""
+    """This batch's share of the minibatch loss, a scalar. What lies under the mask has no effect,
+    NaN included.
+    """
     return keep(token_losses * weights, response_mask).sum()

@@ -1,4 +1,5 @@
-"""Quantities of the full next-token distribution from logits; sums in float32 or wider, maximum subtracted first.
+"""Quantities of the full next-token distribution from logits; sums in float32 or wider, maximum
+subtracted first.
 
 The trainer's own log-probs and entropy come from the output layer without materialised logits
 (megarl_kernels.linear_log_prob); these are for small vocabularies and as its specification.
@@ -26,7 +27,9 @@ def log_probs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """-sum over v of pi(v) log pi(v), nats, [T] from [T, V]; an impossible token (logit -inf) adds 0."""
+    """-sum over v of pi(v) log pi(v), nats, [T] from [T, V]; an impossible token (logit -inf) adds
+    0.
+    """
     log_p = _log_softmax(logits)
     return -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
 

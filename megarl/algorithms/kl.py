@@ -1,7 +1,8 @@
-"""Per-token estimators of KL(pi || pi_ref) from samples of pi (Schulman, http://joschu.net/blog/kl-approx.html).
+"""Per-token estimators of KL(pi || pi_ref) from samples of pi (Schulman,
+http://joschu.net/blog/kl-approx.html).
 
-A name with `+` keeps the estimator's value and takes the gradient of k2, whose expectation is the gradient
-of the KL; those of k1, abs and k3 are not. `full_kl` needs the logits of both models.
+A name with `+` keeps the estimator's value and takes the gradient of k2, whose expectation is the
+gradient of the KL; those of k1, abs and k3 are not. `full_kl` needs the logits of both models.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def kl_penalty(
 ) -> torch.Tensor:
     """[T], differentiable in log_probs. With d = log_probs - ref_log_probs:
 
-    k1 = d; abs = |d|; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, with d clamped to [-20, 20] and k3 to [-10, 10].
-    NAME+ = value of NAME, gradient of k2 (straight through): k2 - sg(k2) + sg(NAME).
+    k1 = d; abs = |d|; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, with d clamped to [-20, 20] and k3 to
+    [-10, 10]. NAME+ = value of NAME, gradient of k2 (straight through): k2 - sg(k2) + sg(NAME).
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(
@@ -60,7 +61,8 @@ def kl_shaped_rewards(
     coef: float,
     estimator: str = "k1",
 ) -> torch.Tensor:
-    """Token rewards with the KL taken off: r_t - coef * kl_t on trained tokens, [T]; KL elsewhere has no effect.
+    """Token rewards with the KL taken off: r_t - coef * kl_t on trained tokens, [T]; KL elsewhere
+    has no effect.
 
     https://arxiv.org/abs/1909.08593, eq. 2.
     """

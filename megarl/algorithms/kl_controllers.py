@@ -1,4 +1,6 @@
-"""How the weight of the KL changes during training. Plain numbers; state_dict goes into the checkpoint."""
+"""How the weight of the KL changes during training. Plain numbers; state_dict goes into the
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,11 @@ from abc import ABC, abstractmethod
 from math import isfinite
 
 __all__ = [
-    "AdaptiveKLController", "FixedKLController", "KLController", "MovingAverageKLController",
-]  # fmt: skip
+    "AdaptiveKLController",
+    "FixedKLController",
+    "KLController",
+    "MovingAverageKLController",
+]
 
 
 class KLController(ABC):
@@ -55,7 +60,8 @@ class AdaptiveKLController(KLController):
 
 
 class MovingAverageKLController(AdaptiveKLController):
-    """The adaptive controller fed with a moving average, so that one step's outlier does not move the weight.
+    """The adaptive controller fed with a moving average, so that one step's outlier does not move
+    the weight.
 
     average = decay * average + (1 - decay) * kl, starting from the first kl seen.
     """

@@ -1,4 +1,5 @@
-"""How far the trainer's policy is from the engine's: numbers to log. Over the trained tokens of a minibatch.
+"""How far the trainer's policy is from the engine's: numbers to log. Over the trained tokens of a
+minibatch.
 
 Sequences without a trained token count nowhere: an empty or padding row changes no number.
 """
@@ -35,7 +36,9 @@ def _std(values: torch.Tensor, mask: torch.Tensor) -> float:
 
 
 def _sequence_metrics(values: torch.Tensor, ideal: float) -> dict[str, float]:
-    """Mean, unbiased deviation and extremes over sequences; `values` [S'] of those that have tokens."""
+    """Mean, unbiased deviation and extremes over sequences; `values` [S'] of those that have
+    tokens.
+    """
     if not values.numel():
         return {}
     return {
@@ -96,13 +99,15 @@ def weight_metrics(
     high: float,
     low: float | None,
 ) -> dict[str, float]:
-    """Importance weights as applied, before normalisation, and how often the raw ones lie outside the bounds.
+    """Importance weights as applied, before normalisation, and how often the raw ones lie outside
+    the bounds.
 
     eff_sample_size = mean(w)^2 / mean(w^2). Without a lower bound, "low" means below 1 / high.
 
     Args:
         weights: [T] from `restrict_weights`; raw: [T] from `raw_weights`.
-        level: token or sequence; at "sequence" extremes and fractions are those of the raw weights over sequences.
+        level: token or sequence; at "sequence" extremes and fractions are those of the raw weights
+            over sequences.
     """
     mask = response_mask
     if not bool((mask > 0).any()):
@@ -111,18 +116,19 @@ def weight_metrics(
     per_sequence = _used(sequence_mean(weights, mask, cu_seqlens), mask, cu_seqlens)
     raw_sequence = _used(sequence_mean(raw, mask, cu_seqlens), mask, cu_seqlens)
     seq_high, seq_low = ((raw_sequence > high), (raw_sequence < floor))
-    is_sequence, kept = level == "sequence", weights[mask > 0]
-    extremes = raw_sequence if is_sequence else kept
+    is_sequence = level == "sequence"
+    extremes = raw_sequence if is_sequence else weights[mask > 0]
+    mean, mean_square = masked_mean(weights, mask), masked_mean(weights.square(), mask)
+    frac_high = seq_high.double().mean() if is_sequence else _frac(raw > high, mask)
+    frac_low = seq_low.double().mean() if is_sequence else _frac(raw < floor, mask)
     out = {
-        "mean": float(masked_mean(weights, mask)),
+        "mean": float(mean),
         "max": float(extremes.max()),
         "min": float(extremes.min()),
         "std": _std(weights, mask),
-        "eff_sample_size": float(
-            masked_mean(weights, mask).square() / masked_mean(weights.square(), mask).clamp(min=1e-12)
-        ),
-        "ratio_fraction_high": float(seq_high.double().mean()) if is_sequence else _frac(raw > high, mask),
-        "ratio_fraction_low": float(seq_low.double().mean()) if is_sequence else _frac(raw < floor, mask),
+        "eff_sample_size": float(mean.square() / mean_square.clamp(min=1e-12)),
+        "ratio_fraction_high": float(frac_high),
+        "ratio_fraction_low": float(frac_low),
         **_sequence_metrics(per_sequence, 1.0),
         "seq_fraction_high": float(seq_high.double().mean()),
         "seq_fraction_low": float(seq_low.double().mean()),
@@ -140,8 +146,8 @@ def rejection_metrics(
 ) -> dict[str, float]:
     """The criterion's statistic over tokens and sequences, and the share it rejects.
 
-    fraction_high and fraction_low count what lies above and below the kept interval of the statistic; std is
-    that of the statistic bounded to the interval.
+    fraction_high and fraction_low count what lies above and below the kept interval of the
+    statistic; std is that of the statistic bounded to the interval.
     """
     mask = response_mask
     if not bool((mask > 0).any()):

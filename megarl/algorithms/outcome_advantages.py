@@ -1,8 +1,8 @@
 """Advantages from one reward per response: no critic, no token-level reward, no extra forward pass.
 
-One number per response; the trainer puts it on the response's trained tokens. Sums run in float64 and
-the result has the dtype of the rewards. A group of one says nothing about which response was better:
-its advantage is 0 for every estimator that compares within the group.
+One number per response; the trainer puts it on the response's trained tokens. Sums run in float64
+and the result has the dtype of the rewards. A group of one says nothing about which response was
+better: its advantage is 0 for every estimator that compares within the group.
 """
 
 from __future__ import annotations
@@ -12,12 +12,28 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.algorithms.groups import Groups, group_counts, group_index, group_mean, group_std
+from megarl.algorithms.groups import (
+    Groups,
+    group_centred,
+    group_counts,
+    group_index,
+    group_mean,
+    group_std,
+)
 
 __all__ = [
-    "ADVANTAGES", "Outcomes", "gdpo", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_baseline",
-    "reinforce_plus_plus_outcome", "rloo", "whiten_by_length",
-]  # fmt: skip
+    "ADVANTAGES",
+    "Outcomes",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "reinforce_plus_plus_outcome",
+    "rloo",
+    "whiten_by_length",
+]
 
 
 def _double(rewards: torch.Tensor) -> torch.Tensor:
@@ -34,8 +50,8 @@ def grpo(
 ) -> torch.Tensor:
     """Group-relative advantage: A_i = (r_i - mean of its group) / (std of its group + eps).
 
-    DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1; without the division it is Dr. GRPO,
-    https://arxiv.org/abs/2503.20783. The standard deviation is the unbiased one.
+    DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1; without the division it is Dr.
+    GRPO, https://arxiv.org/abs/2503.20783. The standard deviation is the unbiased one.
 
     Args:
         rewards: [N] float, one per response.
@@ -46,7 +62,7 @@ def grpo(
         which response was better.
     """
     index, r = group_index(groups), _double(rewards)
-    centred = r - group_mean(r, index)
+    centred = group_centred(r, index)
     if normalize_by_std:
         centred = centred / (group_std(r, index) + eps)
     return _like(centred, rewards)
@@ -79,7 +95,8 @@ def grpo_passk(
 
 
 def rloo(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Leave-one-out: A_i = r_i - mean of the other rewards of the group = (r_i - mean) * n / (n - 1).
+    """Leave-one-out: A_i = r_i - mean of the other rewards of the group = (r_i - mean) * n / (n -
+    1).
 
     https://arxiv.org/abs/2402.14740. Never divided by a leave-one-out standard deviation:
     the others' spread may be 0 where r_i differs from all of them.
@@ -94,7 +111,7 @@ def rloo(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
     index, r = group_index(groups), _double(rewards)
     counts = group_counts(index)
     scale = counts / (counts - 1).clamp(min=1)
-    return _like((r - group_mean(r, index)) * scale, rewards)
+    return _like(group_centred(r, index) * scale, rewards)
 
 
 def opo(rewards: torch.Tensor, groups: Groups, lengths: torch.Tensor) -> torch.Tensor:
@@ -113,12 +130,13 @@ def opo(rewards: torch.Tensor, groups: Groups, lengths: torch.Tensor) -> torch.T
     index, r = group_index(groups), _double(rewards)
     weights = lengths.to(torch.float64)
     has_tokens = group_mean(weights, index) > 0
-    centred = r - group_mean(r, index, weights)
+    centred = group_centred(r, index, weights)
     return _like(torch.where(has_tokens & (group_counts(index) > 1), centred, 0.0), rewards)
 
 
 def gpg(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """A_i = alpha * (r_i - mean of its group), alpha = responses / responses with a reward other than 0.
+    """A_i = alpha * (r_i - mean of its group), alpha = responses / responses with a reward other
+    than 0.
 
     GPG, https://arxiv.org/abs/2504.02546; alpha makes up for groups that carry no signal.
 
@@ -131,13 +149,14 @@ def gpg(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
     """
     index, r = group_index(groups), _double(rewards)
     alpha = r.numel() / max(int((r != 0).sum()), 1)
-    return _like(alpha * (r - group_mean(r, index)), rewards)
+    return _like(alpha * group_centred(r, index), rewards)
 
 
 def whiten_by_length(
     values: torch.Tensor, lengths: torch.Tensor, *, eps: float = 1e-8
 ) -> torch.Tensor:
-    """Whiten over tokens when all tokens of a response have its value: mean and variance weighted by length.
+    """Whiten over tokens when all tokens of a response have its value: mean and variance weighted
+    by length.
 
     Args:
         values: [N] float, one per response.
@@ -148,13 +167,15 @@ def whiten_by_length(
     """
     v, w = _double(values), lengths.to(torch.float64)
     total = w.sum()
+    v = v - v[:1]  # without spread the result is exactly 0
     centred = v - (w * v).sum() / total.clamp(min=1)
     variance = (w * centred.square()).sum() / (total - 1).clamp(min=1)
     return torch.where(w > 0, centred, 0.0) * (variance + eps).rsqrt()
 
 
 def reinforce_plus_plus_outcome(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """REINFORCE++ with an outcome reward and gamma 1: the reward, whitened over all tokens of the batch.
+    """REINFORCE++ with an outcome reward and gamma 1: the reward, whitened over all tokens of the
+    batch.
 
     https://arxiv.org/abs/2501.03262. Token rewards or gamma < 1: `reinforce_plus_plus`.
 
@@ -184,7 +205,7 @@ def reinforce_plus_plus_baseline(
         [N].
     """
     r = _double(rewards)
-    return _like(whiten_by_length(r - group_mean(r, group_index(groups)), lengths), rewards)
+    return _like(whiten_by_length(group_centred(r, group_index(groups)), lengths), rewards)
 
 
 def gdpo(
@@ -195,7 +216,8 @@ def gdpo(
     weights: Sequence[float] | None = None,
     normalize_by_std: bool = True,
 ) -> torch.Tensor:
-    """GRPO per kind of reward, then their weighted sum whitened over all tokens: A = whiten(sum_k w_k A_k).
+    """GRPO per kind of reward, then their weighted sum whitened over all tokens: A = whiten(sum_k
+    w_k A_k).
 
     GDPO, https://arxiv.org/abs/2601.05242. A reward of large scale cannot drown a small one.
 

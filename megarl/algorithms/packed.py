@@ -1,6 +1,8 @@
-"""Sums, means and running sums over the sequences of a packed batch. NaN under a mask never gets out.
+"""Sums, means and running sums over the sequences of a packed batch. NaN under a mask never gets
+out.
 
-T tokens in S sequences; sequence s owns the tokens cu_seqlens[s] .. cu_seqlens[s+1]-1 and may be empty.
+T tokens in S sequences; sequence s owns the tokens cu_seqlens[s] .. cu_seqlens[s+1]-1 and may be
+empty.
 """
 
 from __future__ import annotations
@@ -8,9 +10,21 @@ from __future__ import annotations
 import torch
 
 __all__ = [
-    "cumsum", "keep", "masked_mean", "masked_sum", "masked_var", "positions", "reverse_cumsum", "segment_ids", "sequence_lengths",
-    "sequence_max", "sequence_mean", "sequence_sum", "spread", "whiten",
-]  # fmt: skip
+    "cumsum",
+    "keep",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "positions",
+    "reverse_cumsum",
+    "segment_ids",
+    "sequence_lengths",
+    "sequence_max",
+    "sequence_mean",
+    "sequence_sum",
+    "spread",
+    "whiten",
+]
 
 
 def keep(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

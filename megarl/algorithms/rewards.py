@@ -12,7 +12,8 @@ RESAMPLING = ("pow", "max_min", "max_random")
 def overlong_penalty(lengths: torch.Tensor, *, max_length: int, cache: int) -> torch.Tensor:
     """0 up to max_length - cache tokens, then falling linearly to -1 at max_length, -1 beyond, [N].
 
-    DAPO, https://arxiv.org/abs/2503.14476, eq. 13. Maximum 20, cache 4: lengths 16, 17, 18, 20, 21 -> 0, -.25, -.5, -1, -1.
+    DAPO, https://arxiv.org/abs/2503.14476, eq. 13. Maximum 20, cache 4: lengths 16, 17, 18, 20, 21
+    -> 0, -.25, -.5, -1, -1.
 
     Args:
         lengths: [N] response tokens.

@@ -1,8 +1,10 @@
-"""Correction of the difference between the engine's policy and the trainer's: weights and rejection.
+"""Correction of the difference between the engine's policy and the trainer's: weights and
+rejection.
 
-rho = pi_old / pi_rollout, the trainer's probability of a token over the engine's. All bounds are bounds on
-rho, or on an estimate of the divergence. https://fengyao.notion.site/off-policy-rl and
-https://richardli.xyz/rl-collapse describe both; truncation is TIS, masking outside of two bounds IcePop.
+rho = pi_old / pi_rollout, the trainer's probability of a token over the engine's. All bounds are
+bounds on rho, or on an estimate of the divergence. https://fengyao.notion.site/off-policy-rl and
+https://richardli.xyz/rl-collapse describe both; truncation is TIS, masking outside of two bounds
+IcePop.
 """
 
 from __future__ import annotations
@@ -22,21 +24,38 @@ from megarl.algorithms.packed import (
 )
 
 __all__ = [
-    "REJECTIONS", "Rejection", "divergence", "normalize_weights", "raw_weights", "reject", "rejection_statistic",
-    "restrict_weights", "weight_mean",
-]  # fmt: skip
+    "REJECTIONS",
+    "Rejection",
+    "divergence",
+    "normalize_weights",
+    "raw_weights",
+    "reject",
+    "rejection_statistic",
+    "restrict_weights",
+    "weight_mean",
+]
 
 REJECTIONS = (
-    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
-)  # fmt: skip
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
 LIMIT = 20.0  # |log rho| at most, before exp
 
 
 def raw_weights(
     log_rho: torch.Tensor, response_mask: torch.Tensor, cu_seqlens: torch.Tensor, *, level: str
 ) -> torch.Tensor:
-    """rho of each token ("token") or the product over its sequence ("sequence"), [T], 0 where masked.
+    """rho of each token ("token") or the product over its sequence ("sequence"), [T], 0 where
+    masked.
 
     Args:
         log_rho: [T] old_log_probs - rollout_log_probs; clamped to [-20, 20] before exp.
@@ -58,7 +77,9 @@ def restrict_weights(weights: torch.Tensor, *, high: float, low: float | None) -
 def weight_mean(
     weights: torch.Tensor, response_mask: torch.Tensor, cu_seqlens: torch.Tensor, *, level: str
 ) -> torch.Tensor:
-    """Mean weight of the tokens or of the sequences that have tokens, as [2]: (sum, count), to add over ranks."""
+    """Mean weight of the tokens or of the sequences that have tokens, as [2]: (sum, count), to add
+    over ranks.
+    """
     if level == "token":
         return torch.stack([keep(weights, response_mask).sum(), response_mask.sum()])
     is_used = sequence_lengths(response_mask, cu_seqlens) > 0
@@ -93,7 +114,7 @@ def divergence(log_rho: torch.Tensor, estimator: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rejection:
-    """One criterion. k1: keep low <= rho <= high. k2, k3: keep divergence <= high; low is not used."""
+    """One criterion. k1: keep low <= rho <= high. k2, k3: keep divergence <= high, low unused."""
 
     name: str  # one of REJECTIONS
     high: float
@@ -107,7 +128,7 @@ class Rejection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Interval of the statistic that is kept. k1 is -log rho, so bounds on rho change places."""
+        """Kept interval of the statistic. k1 is -log rho, so bounds on rho change places."""
         if not self.name.endswith("k1"):
             return 0.0, self.high
         return -log(self.high), -log(1 / self.high if self.low is None else self.low)
@@ -119,7 +140,8 @@ def rejection_statistic(
     response_mask: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
-    """The number the criterion looks at, [T]: of the token, or sum, mean or maximum over its sequence.
+    """The number the criterion looks at, [T]: of the token, or sum, mean or maximum over its
+    sequence.
 
     Bounds on the mean of k1 bound the geometric mean of rho, on its sum the product.
     """
@@ -137,7 +159,8 @@ def reject(
     response_mask: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
-    """The response mask without the tokens that fail any criterion, [T]; all criteria see the full mask.
+    """The response mask without the tokens that fail any criterion, [T]; all criteria see the full
+    mask.
 
     A token whose statistic is NaN is rejected.
     """

@@ -1,7 +1,9 @@
-"""Advantages that differ from token to token of a response: GAE, REINFORCE++, ReMax, optimal token baseline.
+"""Advantages that differ from token to token of a response: GAE, REINFORCE++, ReMax, optimal token
+baseline.
 
-All on packed [T] with cu_seqlens. A token with mask 0 inside a response (a tool's output) is stepped over:
-it carries no loss, decays no credit, its value is never read, and a reward on it is refused.
+All on packed [T] with cu_seqlens. A token with mask 0 inside a response (a tool's output) is
+stepped over: it carries no loss, decays no credit, its value is never read, and a reward on it is
+    refused.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ def check_rewards(rewards: torch.Tensor, response_mask: torch.Tensor) -> None:
     if wrong.numel():
         at = int(wrong[0])
         raise ValueError(
-            f"rewards[{at}]={float(rewards[at])} lies on a token with response_mask 0, where it would have no "
-            "effect; put it on the last trained token of the response"
+            f"rewards[{at}]={float(rewards[at])} lies on a token with response_mask 0, where it "
+            "would have no effect; put it on the last trained token of the response"
         )
 
 
@@ -50,14 +52,16 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation over the trained tokens of each sequence.
 
-    A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, t' the next trained token; returns = A + V.
-    https://arxiv.org/abs/1506.02438, eq. 16. Not whitened: `whiten` does that over the global batch.
+    A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, t' the next trained token; returns = A
+    + V. https://arxiv.org/abs/1506.02438, eq. 16. Not whitened: `whiten` does that over the global
+    batch.
 
     Args:
         rewards, values, response_mask: [T] float; values[t] predicts the return from token t on.
         cu_seqlens: [S+1] int32.
         gamma, lam: in [0, 1].
-        bootstrap_values: [S], V after the last trained token: the critic's for a truncated response,
+        bootstrap_values: [S], V after the last trained token: the critic's for a truncated
+            response,
             0 for one that ended by itself. None: all 0.
 
     Returns:
@@ -155,10 +159,10 @@ def optimal_token_baseline(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reward to go minus a baseline of its own for each place in the response.
 
-    B_k = sum_i G_ik W_ik / sum_i W_ik over the responses i of the group that have a trained token at
-    place k; W_ik = sum of 1 - 2 pi + sum_v pi_v^2 over its trained tokens up to k (squared gradient norm
-    of the logits). Only the longest response has places after the end of the second longest: its
-    baseline there is 0. The Optimal Token Baseline,
+    B_k = sum_i G_ik W_ik / sum_i W_ik over the responses i of the group that have a trained token
+    at place k; W_ik = sum of 1 - 2 pi + sum_v pi_v^2 over its trained tokens up to k (squared
+    gradient norm of the logits). Only the longest response has places after the end of the second
+    longest: its baseline there is 0. The Optimal Token Baseline,
     https://raw.githubusercontent.com/mlresearch/v306/main/assets/li26hy/li26hy.pdf.
 
     Args:
@@ -167,7 +171,8 @@ def optimal_token_baseline(
         groups: [S] labels.
         old_log_probs: [T] log pi of the token.
         sum_pi_squared: [T] sum over the vocabulary of squared probabilities.
-        by_trained_token: place = number of trained tokens before it, so that tool output of different
+        by_trained_token: place = number of trained tokens before it, so that tool output of
+            different
             length does not shift the responses against each other; False: place in the sequence.
 
     Returns:

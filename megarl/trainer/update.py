@@ -22,6 +22,7 @@ from megarl.algorithms import (
     token_weights,
     weighted_loss,
 )
+from megarl.common.log import get_logger
 from megarl.config.schema import AlgorithmConfig
 from megarl.trainer.experience import Experience
 from megarl.trainer.metrics import (
@@ -35,6 +36,8 @@ from megarl.trainer.metrics import (
 )
 from megarl.trainer.setup import Run
 from megarl.types import TokenScores, TrainBatch
+
+logger = get_logger(__name__)
 
 __all__ = ["UPDATE_METRICS", "GuardTripped", "add_log_probs", "update"]
 
@@ -59,9 +62,11 @@ class GuardTripped(RuntimeError):
 
 
 def add_log_probs(run: Run, experience: Experience) -> None:
-    """Fill old_log_probs (when a step has several updates) and ref_log_probs (when there is a reference).
+    """Fill old_log_probs (when a step has several updates) and ref_log_probs (when there is a
+    reference).
 
-    With one update per step the current log-probs are the old ones and no extra forward pass is made.
+    With one update per step the current log-probs are the old ones and no extra forward pass is
+    made.
     """
     cfg, temperature = run.config.algorithm, run.config.rollout.temperature
     batches = experience.batches
@@ -103,12 +108,15 @@ def loss_settings(cfg: AlgorithmConfig) -> LossSettings:
 
 
 def token_keys(batch: TrainBatch) -> torch.Tensor:
-    """A number for each token, [T] int64, that depends on its sample and place only, not on the packing."""
+    """A number for each token, [T] int64, that depends on its sample and place only, not on the
+    packing.
+    """
     return spread(batch.sample_index, batch.cu_seqlens) * 2**32 + positions(batch.cu_seqlens)
 
 
 def select_tokens(run: Run, batches: Sequence[TrainBatch], *, seed: int) -> torch.Tensor | None:
-    """Keys of the tokens that the loss singles out on the minibatch; None: the loss does not select.
+    """Keys of the tokens that the loss singles out on the minibatch; None: the loss does not
+    select.
 
     Costs a forward pass: the choice depends on the current log-probs of the whole minibatch. Every
     data-parallel rank makes it on all tokens in order of their keys, so the split has no influence.
@@ -128,7 +136,9 @@ def select_tokens(run: Run, batches: Sequence[TrainBatch], *, seed: int) -> torc
 
 
 def _trained_rows(scores: TokenScores, batch: TrainBatch) -> torch.Tensor:
-    """(key, log-prob, old log-prob, advantage) of each trained token, [N, 4] float64: exact for keys < 2^53."""
+    """(key, log-prob, old log-prob, advantage) of each trained token, [N, 4] float64: exact for
+    keys < 2^53.
+    """
     assert batch.advantages is not None
     old = scores.log_probs if batch.old_log_probs is None else batch.old_log_probs
     fields = [token_keys(batch), scores.log_probs, old, batch.advantages]
@@ -205,23 +215,37 @@ def update(run: Run, experience: Experience) -> dict[str, float]:
     """Train on the step's samples. Collective over the role.
 
     Returns:
-        Metrics over all tokens of all updates; losses are the mean over updates, norm and lr those of the last.
+        Metrics over all tokens of all updates; losses are the mean over updates, norm and lr those
+        of the last.
 
     Raises:
         GuardTripped: non-finite loss or gradient, or engine and trainer disagree on the log-probs.
     """
     history: list[Values] = []
     last: dict[str, float] = {}
-    for _ in range(run.config.algorithm.num_epochs):
+    has_moved = False  # an update of this step changed the weights
+    for epoch in range(run.config.algorithm.num_epochs):
         for batches in experience.minibatches:
             # the version of the weights counts steps: a seed of its own for every update of the run
             seed = run.config.trainer.seed + (run.weight_version << 16) + len(history)
             values, last = _update_once(run, batches, seed=seed)
             history.append(values)
+            if epoch and has_moved and is_on_policy(values):
+                logger.warning(
+                    "epoch %d: every ratio is exactly 1 although the weights changed; "
+                    "old_log_probs are those of the current weights", epoch + 1,
+                )  # fmt: skip
+            has_moved |= last["update/grad_norm"] > 0 and last["update/lr"] > 0
     metrics = to_floats(combine(history, UPDATE_METRICS), UPDATE_METRICS)
     for name in (n for n, reducer in UPDATE_METRICS.items() if reducer == "sum"):
         metrics[name] /= len(history)
     return {**metrics, **last}
+
+
+def is_on_policy(values: Values) -> bool:
+    """Whether there are trained tokens and all of them have a ratio of exactly 1."""
+    ratio, count = values["update/ratio"].tolist()
+    return count > 0 and ratio == count and float(values["update/ppo_kl"][0]) == 0.0
 
 
 def _update_once(
@@ -247,7 +271,9 @@ def _update_once(
 
 
 def _check(metrics: dict[str, float], max_log_prob_diff: float | None) -> None:
-    """Stop before the optimizer when the numbers cannot be right. Metrics are equal on all ranks, so all stop."""
+    """Stop before the optimizer when the numbers cannot be right. Metrics are equal on all ranks,
+    so all stop.
+    """
     if not isfinite(metrics["update/loss"]):
         raise GuardTripped(
             f"update/loss is {metrics['update/loss']}; the optimizer step was not taken"

@@ -1,7 +1,8 @@
-"""Where we differ from the reference on purpose: which ids, why, and the right answer worked out on its own.
+"""Where we differ from the reference on purpose: which ids, why, and the right answer worked out on
+its own.
 
-The answers come from slow loops over padded rows that share no code with megarl. An id is listed only when
-its right answer differs from the file's; our result must then equal the right answer.
+The answers come from slow loops over padded rows that share no code with megarl. An id is listed
+only when its right answer differs from the file's; our result must then equal the right answer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Difference:
     pattern: str  # of ids
     reason: str
     right: Callable[[Case], Any]  # the whole right output, shaped like the case's
-    # where `right` does not build on the file's output: the reference's number, its fault included. The file
+    # where `right` does not build on the file's output: the reference's number with its fault. The file
     # must hold it, else the difference is not the one described here.
     theirs: Callable[[Case], Any] | None = None
 
@@ -73,7 +74,9 @@ def _whitened(rows: list[list[float]], mask: list[list[float]]) -> torch.Tensor:
 def _centred(
     scores: list[float], labels: list[str], *, by_std: bool, keeps_single: bool
 ) -> list[float]:
-    """Minus the group's mean (and over its std). A group of one: 0, or the raw score if keeps_single."""
+    """Minus the group's mean (and over its std). A group of one: 0, or the raw score if
+    keeps_single.
+    """
     out = []
     for score, label in zip(scores, labels, strict=True):
         group = [s for s, other in zip(scores, labels, strict=True) if other == label]
@@ -145,7 +148,9 @@ def _geo_mean(case: Case, *, counts_all: bool = False) -> Any:
 
 
 def rejection(case: Case, *, is_inverted: bool = False) -> Any:
-    """Rejection and its metrics, row by row. is_inverted: k1 bounds on 1 / ratio, as the reference has them."""
+    """Rejection and its metrics, row by row. is_inverted: k1 bounds on 1 / ratio, as the reference
+    has them.
+    """
     mask, ratios = case.inputs["response_mask"].tolist(), case.inputs["log_ratio"].tolist()
     names = [n.strip() for n in case.params["rollout_rs"].split(",")]
     specs = [s.strip() for s in str(case.params["threshold"]).split(",")] * len(names)

@@ -48,7 +48,9 @@ def _mask(case: Case) -> torch.Tensor:
 def without_masked_rewards(
     case: Case, packing: Packing, estimate: Callable[[torch.Tensor], Tensors]
 ) -> dict[str, torch.Tensor]:
-    """Estimate; where the case has rewards on masked tokens, check that they are refused, then drop them."""
+    """Estimate; where the case has rewards on masked tokens, check that they are refused, then drop
+    them.
+    """
     rewards = packing.pack(case.inputs["token_level_rewards"])
     if bool(((packing.mask == 0) & (rewards != 0)).any()):
         try:

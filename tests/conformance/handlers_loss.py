@@ -1,4 +1,6 @@
-"""Aggregation, policy and value losses, rollout correction: a padded case through our packed functions."""
+"""Aggregation, policy and value losses, rollout correction: a padded case through our packed
+functions.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def _agg_loss(case: Case) -> Any:
 
 
 def _agg_loss_distributed(case: Case) -> Any:
-    """Each part on its own with the given global counts; the reference multiplies by dp and averages over it."""
+    """Each part on its own with the given global counts; the reference multiplies by dp and
+    averages over it.
+    """
     inputs, mode = case.inputs, case.id.split("/")[1]
     counts = MinibatchCounts(inputs["batch_num_tokens"], inputs["global_batch_size"])
     dp_size, parts = inputs["dp_size"], []
@@ -151,7 +155,9 @@ def _result(
 
 
 def _metrics(name: str, tokens: LossInputs, out: TokenLoss) -> dict[str, Any]:
-    """Under the reference's names; it reports other things under them for geo_mean, clip_cov and kl_cov."""
+    """Under the reference's names; it reports other things under them for geo_mean, clip_cov and
+    kl_cov.
+    """
     mask, difference = tokens.response_mask, tokens.log_probs.detach() - tokens.old_log_probs
     clipped, dual = out.is_clipped, out.is_clipped_dual
     if name == "geo_mean":

@@ -59,7 +59,9 @@ class Packing:
 
 
 def to_value(node: Any) -> Any:
-    """JSON to tensors: {shape, dtype, data} becomes a tensor, or a list of strings for dtype object."""
+    """JSON to tensors: {shape, dtype, data} becomes a tensor, or a list of strings for dtype
+    object.
+    """
     if isinstance(node, dict) and "data" in node and "shape" in node:
         if node["dtype"] == "object":
             return node["data"]

@@ -1,4 +1,6 @@
-"""Policy losses per token, by name. `SELECTIONS` names those that first choose tokens on the whole minibatch."""
+"""Policy losses per token, by name. `SELECTIONS` names those that first choose tokens on the whole
+minibatch.
+"""
 
 from collections.abc import Callable
 

@@ -1,7 +1,8 @@
 """What every policy loss gets and gives: packed tokens in, token losses and token statistics out.
 
 No sums over tokens are taken here: `aggregation` weighs the token losses. A loss on whole sequences
-(GSPO, GMPO) needs each sequence whole in its micro-batch and gives every trained token of it a token loss.
+(GSPO, GMPO) needs each sequence whole in its micro-batch and gives every trained token of it a
+token loss.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Numbers of all losses; each says which it reads. Defaults and ranges: config, AlgorithmConfig."""
+    """Numbers of all losses; each says which it reads. Defaults and ranges: config,
+    AlgorithmConfig.
+    """
 
     clip_low: float
     clip_high: float

@@ -1,4 +1,4 @@
-"""Losses on the probability ratio: PPO and its relatives, whose clip or gate removes the gradient."""
+"""Losses on the probability ratio: PPO and those whose clip or gate ends the gradient."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def clip_range(ratio: torch.Tensor, settings: LossSettings) -> torch.Tensor:
 def ppo_clip(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
     """PPO's clipped surrogate, -min(rA, clip(r, 1-low, 1+high)A), bounded by -dual*A where A < 0.
 
-    PPO, https://arxiv.org/abs/1707.06347, eq. 7; dual clip, https://arxiv.org/abs/1912.09729, eq. 5;
-    separate bounds, DAPO, https://arxiv.org/abs/2503.14476. Reads clip_low, clip_high, clip_dual.
+    PPO, https://arxiv.org/abs/1707.06347, eq. 7; dual clip, https://arxiv.org/abs/1912.09729, eq.
+    5; separate bounds, DAPO, https://arxiv.org/abs/2503.14476. Reads clip_low, clip_high,
+    clip_dual.
     """
     advantages, ratio = tokens.advantages, log_ratio(tokens).exp()
     plain = -advantages * ratio
@@ -56,11 +57,12 @@ def gspo(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
 
 
 def geo_mean(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
-    """-A * exp(mean over the sequence's tokens of log r, clipped per token to [-low, high] where that lowers rA).
+    """-A * exp(mean over the sequence's tokens of log r, clipped per token to [-low, high] where
+    that lowers rA).
 
     GMPO, https://arxiv.org/abs/2507.20673. A is the mean advantage of the sequence's tokens. Every
-    trained token of a sequence has the sequence's loss, so seq_mean_token_mean is the paper's mean over
-    sequences. Reads clip_low, clip_high: bounds on the log-ratio.
+    trained token of a sequence has the sequence's loss, so seq_mean_token_mean is the paper's mean
+    over sequences. Reads clip_low, clip_high: bounds on the log-ratio.
     """
     mask, cu_seqlens = tokens.response_mask, tokens.cu_seqlens
     difference = tokens.log_probs - tokens.old_log_probs

@@ -1,4 +1,5 @@
-"""Clip-Cov and KL-Cov: hold back the few tokens whose log-prob and advantage covary most, to keep entropy.
+"""Clip-Cov and KL-Cov: hold back the few tokens whose log-prob and advantage covary most, to keep
+entropy.
 
 https://arxiv.org/abs/2505.22617. Which tokens those are is a question to the whole minibatch: the
 `select_*` functions answer it over the trained tokens of all ranks, and the losses take the answer.
@@ -28,12 +29,14 @@ def select_clip_cov(
     *,
     seed: int,
 ) -> torch.Tensor:
-    """Which tokens Clip-Cov silences: max(1, cov_frac * N) drawn among those with cov_low < cov < cov_high.
+    """Which tokens Clip-Cov silences: max(1, cov_frac * N) drawn among those with cov_low < cov <
+    cov_high.
 
     A token that PPO's clip already holds is not drawn.
 
     Args:
-        log_probs, old_log_probs, advantages: [N], all trained tokens of the minibatch, in an order that
+        log_probs, old_log_probs, advantages: [N], all trained tokens of the minibatch, in an order
+            that
             does not depend on how it is split.
         seed: of the draw.
 
@@ -62,7 +65,8 @@ def select_kl_cov(
     *,
     seed: int,
 ) -> torch.Tensor:
-    """Which tokens KL-Cov penalises: the max(1, cov_frac * N) of largest covariance; nothing is drawn.
+    """Which tokens KL-Cov penalises: the max(1, cov_frac * N) of largest covariance; nothing is
+    drawn.
 
     Args and Returns: as `select_clip_cov`.
     """
@@ -79,7 +83,7 @@ def _selected(tokens: LossInputs) -> torch.Tensor:
 
 
 def clip_cov(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
-    """PPO's clip without dual clip; a selected token has loss 0. Reads clip_low, clip_high, cov_*."""
+    """PPO's clip without dual clip; 0 on a selected token. Reads clip_low, clip_high, cov_*."""
     selected, ratio = _selected(tokens), log_ratio(tokens).exp()
     plain = -tokens.advantages * ratio
     clipped = -tokens.advantages * clip_range(ratio, settings)

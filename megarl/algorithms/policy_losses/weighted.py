@@ -1,4 +1,6 @@
-"""Losses on log pi, weighted by a constant: the gradient is weight * A * grad log pi and nothing is clipped away."""
+"""Losses on log pi, weighted by a constant: the gradient is weight * A * grad log pi and nothing is
+clipped away.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def _token_loss(
 
 
 def reinforce(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
-    """-A log pi. Williams 1992, https://doi.org/10.1007/BF00992696; the loss of GPG, https://arxiv.org/abs/2504.02546."""
+    """-A log pi. Williams 1992, https://doi.org/10.1007/BF00992696; the loss of GPG,
+    https://arxiv.org/abs/2504.02546.
+    """
     ratio = log_ratio(tokens).detach().exp()
     never = torch.zeros_like(ratio)
     return _token_loss(-tokens.advantages * tokens.log_probs, ratio, never, never)
@@ -38,10 +42,11 @@ def cispo(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
 
 
 def dppo_tv(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
-    """-sg(min(r, dual)) A log pi where the token's probability has not moved too far the way A pushes it, else 0.
+    """-sg(min(r, dual)) A log pi where the token's probability has not moved too far the way A
+    pushes it, else 0.
 
-    Too far: pi - pi_old > high where A > 0, < -low elsewhere (total variation of "this token or another").
-    DPPO, https://arxiv.org/abs/2602.04879. Reads clip_low, clip_high: bounds on the
+    Too far: pi - pi_old > high where A > 0, < -low elsewhere (total variation of "this token or
+    another"). DPPO, https://arxiv.org/abs/2602.04879. Reads clip_low, clip_high: bounds on the
     probability difference, and clip_dual (20 is usual).
     """
     moved = tokens.log_probs.detach().exp() - tokens.old_log_probs.exp()
@@ -54,9 +59,9 @@ def dppo_tv(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
 def dppo_kl(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
     """DPPO with the KL of "this token or another" as its measure of distance.
 
-    Too far: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) > high where A > 0 and p > p_old, or
-    > low where A <= 0 and p < p_old. https://arxiv.org/abs/2602.04879. Reads clip_low, clip_high:
-    bounds on that KL, and clip_dual.
+    Too far: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) > high where A > 0 and p
+    > p_old, or > low where A <= 0 and p < p_old. https://arxiv.org/abs/2602.04879. Reads clip_low,
+    clip_high: bounds on that KL, and clip_dual.
     """
     log_p, log_q = tokens.log_probs.detach(), tokens.old_log_probs
     p, q = log_p.exp(), log_q.exp()
@@ -77,10 +82,11 @@ def _dppo(tokens: LossInputs, settings: LossSettings, inside: torch.Tensor) -> T
 
 
 def dro(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
-    """-A log pi + beta / 2 (log pi - log pi_old)^2: a quadratic pull to the old policy in place of a clip.
+    """-A log pi + beta / 2 (log pi - log pi_old)^2: a quadratic pull to the old policy in place of
+    a clip.
 
-    Direct reward optimisation, https://arxiv.org/abs/2405.19107, in policy-gradient form: advantages
-    stand for reward - value, the old policy for the reference. Reads dro_beta.
+    Direct reward optimisation, https://arxiv.org/abs/2405.19107, in policy-gradient form:
+    advantages stand for reward - value, the old policy for the reference. Reads dro_beta.
     """
     difference = tokens.log_probs - tokens.old_log_probs
     ratio = difference.detach().clamp(-20.0, 20.0).exp()

@@ -51,7 +51,9 @@ def test_normalised_weights_do_not_depend_on_the_split(level: str, mean: float) 
 
 
 def test_k1_bounds_are_bounds_on_the_ratio() -> None:
-    """Ratios 2, .5 and 4 with bounds .4 and 2.5: only 4 is rejected. On the inverse, 2 would stay and .5 too."""
+    """Ratios 2, .5 and 4 with bounds .4 and 2.5: only 4 is rejected. On the inverse, 2 would stay
+    and .5 too.
+    """
     kept = reject([Rejection("token_k1", high=2.5, low=0.4)], LOG_RHO, MASK, CU_SEQLENS)
     assert kept.tolist() == [1, 1, 0, 0]
     kept = reject([Rejection("token_k1", high=8.0, low=1.0)], LOG_RHO, MASK, CU_SEQLENS)

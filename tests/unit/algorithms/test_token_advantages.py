@@ -45,7 +45,7 @@ def test_tool_tokens_do_not_decay_credit() -> None:
 
 
 def test_a_truncated_response_bootstraps_and_a_terminated_one_does_not() -> None:
-    """Both: r 0, V .5; the first goes on with value 2: A = .9 * 2 - .5, the second ends: A = -.5."""
+    """Both: r 0, V .5; the first goes on at value 2, A = .9 * 2 - .5; the second ends, A = -.5."""
     advantages, returns = gae(
         tensor(0, 0), tensor(0.5, 0.5), tensor(1, 1), torch.tensor([0, 1, 2]), gamma=0.9, lam=1,
         bootstrap_values=tensor(2, 0),
@@ -100,7 +100,9 @@ def test_remax_takes_off_the_greedy_reward() -> None:
 
 
 def test_the_token_baseline_weighs_returns_by_the_squared_gradient_norm_so_far() -> None:
-    """Lengths 2 and 1, returns 1 and 0. Place 0: weights .5 and 1.5, baseline .25; place 1: the longest is alone, 0."""
+    """Lengths 2 and 1, returns 1 and 0. Place 0: weights .5 and 1.5, baseline .25; place 1: the
+    longest is alone, 0.
+    """
     old = tensor(0.5, 0.5, 0.5).log()
     advantages, returns = optimal_token_baseline(
         tensor(0, 1, 0), tensor(1, 1, 1), torch.tensor([0, 2, 3]), groups=["a", "a"],
