@@ -1,4 +1,5 @@
-"""How token losses become one number: by weights, so that every split of the minibatch agrees.
+"""How token losses become one number: as weights, so that every split of the minibatch sums to the
+same loss.
 
 loss = sum over all micro-batches and data-parallel ranks of sum_t weight[t] * token_loss[t]. The
 weights use counts of the whole minibatch, taken once; no mean is ever taken of means.

@@ -1,6 +1,4 @@
-"""Groups of responses to one prompt. A group id is a label: any integers or strings, in any
-order.
-"""
+"""Groups of responses to one prompt. A group id is a label: any integers or strings."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-__all__ = ["Groups", "group_counts", "group_index", "group_mean", "group_std"]
+__all__ = ["Groups", "group_centred", "group_counts", "group_index", "group_mean", "group_std"]
 
 Groups = torch.Tensor | Sequence[Hashable]
 
@@ -39,7 +37,18 @@ def group_mean(
     return (_sum(w * values, index) / torch.where(total > 0, total, 1.0))[index]
 
 
+def group_centred(
+    values: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[N]: value minus the (weighted) mean of its group, exactly 0 where all values are equal."""
+    # relative to the group's first value, so that rounding cannot make a difference out of none
+    first = torch.full((int(index.max()) + 1 if index.numel() else 0,), len(index))
+    first = first.scatter_reduce(0, index, torch.arange(len(index)), "amin")
+    shifted = values - values[first][index]
+    return shifted - group_mean(shifted, index, weights)
+
+
 def group_std(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[N]: unbiased standard deviation over the group of each response; 0 for a group of one."""
-    square = _sum((values - group_mean(values, index)).square(), index)
+    square = _sum(group_centred(values, index).square(), index)
     return (square / (torch.bincount(index) - 1).clamp(min=1)).sqrt()[index]

@@ -1,4 +1,5 @@
-"""Per-token estimators of KL(pi || pi_ref) from samples of pi (Schulman, http://joschu.net/blog/kl-approx.html).
+"""Per-token estimators of KL(pi || pi_ref) from samples of pi (Schulman,
+http://joschu.net/blog/kl-approx.html).
 
 A name with `+` keeps the estimator's value and takes the gradient of k2, whose expectation is the
 gradient of the KL; those of k1, abs and k3 are not. `full_kl` needs the logits of both models.

@@ -8,8 +8,11 @@ from abc import ABC, abstractmethod
 from math import isfinite
 
 __all__ = [
-    "AdaptiveKLController", "FixedKLController", "KLController", "MovingAverageKLController",
-]  # fmt: skip
+    "AdaptiveKLController",
+    "FixedKLController",
+    "KLController",
+    "MovingAverageKLController",
+]
 
 
 class KLController(ABC):

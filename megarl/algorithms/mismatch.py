@@ -116,27 +116,23 @@ def weight_metrics(
     per_sequence = _used(sequence_mean(weights, mask, cu_seqlens), mask, cu_seqlens)
     raw_sequence = _used(sequence_mean(raw, mask, cu_seqlens), mask, cu_seqlens)
     seq_high, seq_low = ((raw_sequence > high), (raw_sequence < floor))
-    is_sequence, kept = level == "sequence", weights[mask > 0]
-    extremes = raw_sequence if is_sequence else kept
+    is_sequence = level == "sequence"
+    extremes = raw_sequence if is_sequence else weights[mask > 0]
+    mean, mean_square = masked_mean(weights, mask), masked_mean(weights.square(), mask)
+    frac_high = seq_high.double().mean() if is_sequence else _frac(raw > high, mask)
+    frac_low = seq_low.double().mean() if is_sequence else _frac(raw < floor, mask)
     out = {
-        "mean": float(masked_mean(weights, mask)),
+        "mean": float(mean),
         "max": float(extremes.max()),
         "min": float(extremes.min()),
         "std": _std(weights, mask),
-        "eff_sample_size": float(
-            masked_mean(weights, mask).square()
-            / masked_mean(weights.square(), mask).clamp(min=1e-12)
-        ),
-        "ratio_fraction_high": float(seq_high.double().mean())
-        if is_sequence
-        else _frac(raw > high, mask),
-        "ratio_fraction_low": float(seq_low.double().mean())
-        if is_sequence
-        else _frac(raw < floor, mask),
+        "eff_sample_size": float(mean.square() / mean_square.clamp(min=1e-12)),
+        "ratio_fraction_high": float(frac_high),
+        "ratio_fraction_low": float(frac_low),
         **_sequence_metrics(per_sequence, 1.0),
         "seq_fraction_high": float(seq_high.double().mean()),
         "seq_fraction_low": float(seq_low.double().mean()),
-    }
+    }  # fmt: skip
     if low is not None:
         out["oob_ratio"] = _frac((raw < low) | (raw > high), mask)
     return out

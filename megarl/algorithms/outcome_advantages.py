@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.algorithms.groups import Groups, group_counts, group_index, group_mean, group_std
+from megarl.algorithms.groups import (
+    Groups,
+    group_centred,
+    group_counts,
+    group_index,
+    group_mean,
+    group_std,
+)
 
 __all__ = [
     "ADVANTAGES",
@@ -55,7 +62,7 @@ def grpo(
         which response was better.
     """
     index, r = group_index(groups), _double(rewards)
-    centred = r - group_mean(r, index)
+    centred = group_centred(r, index)
     if normalize_by_std:
         centred = centred / (group_std(r, index) + eps)
     return _like(centred, rewards)
@@ -104,7 +111,7 @@ def rloo(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
     index, r = group_index(groups), _double(rewards)
     counts = group_counts(index)
     scale = counts / (counts - 1).clamp(min=1)
-    return _like((r - group_mean(r, index)) * scale, rewards)
+    return _like(group_centred(r, index) * scale, rewards)
 
 
 def opo(rewards: torch.Tensor, groups: Groups, lengths: torch.Tensor) -> torch.Tensor:
@@ -123,7 +130,7 @@ def opo(rewards: torch.Tensor, groups: Groups, lengths: torch.Tensor) -> torch.T
     index, r = group_index(groups), _double(rewards)
     weights = lengths.to(torch.float64)
     has_tokens = group_mean(weights, index) > 0
-    centred = r - group_mean(r, index, weights)
+    centred = group_centred(r, index, weights)
     return _like(torch.where(has_tokens & (group_counts(index) > 1), centred, 0.0), rewards)
 
 
@@ -142,7 +149,7 @@ def gpg(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
     """
     index, r = group_index(groups), _double(rewards)
     alpha = r.numel() / max(int((r != 0).sum()), 1)
-    return _like(alpha * (r - group_mean(r, index)), rewards)
+    return _like(alpha * group_centred(r, index), rewards)
 
 
 def whiten_by_length(
@@ -160,6 +167,7 @@ def whiten_by_length(
     """
     v, w = _double(values), lengths.to(torch.float64)
     total = w.sum()
+    v = v - v[:1]  # without spread the result is exactly 0
     centred = v - (w * v).sum() / total.clamp(min=1)
     variance = (w * centred.square()).sum() / (total - 1).clamp(min=1)
     return torch.where(w > 0, centred, 0.0) * (variance + eps).rsqrt()
@@ -197,7 +205,7 @@ def reinforce_plus_plus_baseline(
         [N].
     """
     r = _double(rewards)
-    return _like(whiten_by_length(r - group_mean(r, group_index(groups)), lengths), rewards)
+    return _like(whiten_by_length(group_centred(r, group_index(groups)), lengths), rewards)
 
 
 def gdpo(

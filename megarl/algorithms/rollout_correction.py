@@ -36,9 +36,18 @@ __all__ = [
 ]
 
 REJECTIONS = (
-    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
-)  # fmt: skip
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
 LIMIT = 20.0  # |log rho| at most, before exp
 
 
@@ -105,9 +114,7 @@ def divergence(log_rho: torch.Tensor, estimator: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rejection:
-    """One criterion. k1: keep low <= rho <= high. k2, k3: keep divergence <= high; low is not
-    used.
-    """
+    """One criterion. k1: keep low <= rho <= high. k2, k3: keep divergence <= high, low unused."""
 
     name: str  # one of REJECTIONS
     high: float
@@ -121,9 +128,7 @@ class Rejection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Interval of the statistic that is kept. k1 is -log rho, so bounds on rho change
-        places.
-        """
+        """Kept interval of the statistic. k1 is -log rho, so bounds on rho change places."""
         if not self.name.endswith("k1"):
             return 0.0, self.high
         return -log(self.high), -log(1 / self.high if self.low is None else self.low)

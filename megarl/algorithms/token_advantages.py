@@ -2,8 +2,8 @@
 baseline.
 
 All on packed [T] with cu_seqlens. A token with mask 0 inside a response (a tool's output) is
-stepped over:
-it carries no loss, decays no credit, its value is never read, and a reward on it is refused.
+stepped over: it carries no loss, decays no credit, its value is never read, and a reward on it is
+    refused.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation over the trained tokens of each sequence.
 
-    A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, t' the next trained token; returns =
-    A + V.
-    https://arxiv.org/abs/1506.02438, eq. 16. Not whitened: `whiten` does that over the global
+    A_t = d_t + gamma lam A_t', d_t = r_t + gamma V_t' - V_t, t' the next trained token; returns = A
+    + V. https://arxiv.org/abs/1506.02438, eq. 16. Not whitened: `whiten` does that over the global
     batch.
 
     Args:
@@ -62,7 +61,8 @@ def gae(
         cu_seqlens: [S+1] int32.
         gamma, lam: in [0, 1].
         bootstrap_values: [S], V after the last trained token: the critic's for a truncated
-            response, 0 for one that ended by itself. None: all 0.
+            response,
+            0 for one that ended by itself. None: all 0.
 
     Returns:
         (advantages [T], returns [T]), 0 where response_mask is 0.
@@ -161,9 +161,8 @@ def optimal_token_baseline(
 
     B_k = sum_i G_ik W_ik / sum_i W_ik over the responses i of the group that have a trained token
     at place k; W_ik = sum of 1 - 2 pi + sum_v pi_v^2 over its trained tokens up to k (squared
-    gradient norm
-    of the logits). Only the longest response has places after the end of the second longest: its
-    baseline there is 0. The Optimal Token Baseline,
+    gradient norm of the logits). Only the longest response has places after the end of the second
+    longest: its baseline there is 0. The Optimal Token Baseline,
     https://raw.githubusercontent.com/mlresearch/v306/main/assets/li26hy/li26hy.pdf.
 
     Args:

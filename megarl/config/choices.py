@@ -14,19 +14,9 @@ ADVANTAGES = (
 )  # fmt: skip
 """megarl.algorithms.ADVANTAGES"""
 POLICY_LOSSES = (
-    "ppo_clip",
-    "gspo",
-    "sapo",
-    "geo_mean",
-    "cispo",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "reinforce",
-    "gpg",
-    "clip_cov",
-    "kl_cov",
-)
+    "ppo_clip", "gspo", "sapo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
+    "reinforce", "gpg", "clip_cov", "kl_cov",
+)  # fmt: skip
 """megarl.algorithms.POLICY_LOSSES"""
 REWARDS = ("number",)
 """megarl.rewards.REWARDS"""

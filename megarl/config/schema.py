@@ -178,13 +178,9 @@ class AlgorithmConfig:
     policy_loss: str = "ppo_clip"
     """Policy loss by name (megarl.algorithms.policy_losses, docs/numerics.md)."""
     clip_low: float = 0.2
-    """Ratio is clipped at 1 - clip_low, in [0, 1). geo_mean: of the log-ratio; dppo: of the
-    distance.
-    """
+    """Ratio is clipped at 1 - clip_low, in [0, 1). geo_mean: on log-ratio; dppo: on distance."""
     clip_high: float = 0.2
-    """Ratio is clipped at 1 + clip_high, >= 0. geo_mean: of the log-ratio; dppo: of the
-    distance.
-    """
+    """Ratio is clipped at 1 + clip_high, >= 0. geo_mean: on log-ratio; dppo: on distance."""
     clip_dual: float = 3.0
     """ppo_clip: loss at most -clip_dual * advantage where that is < 0; dppo: largest ratio; > 1."""
     cov_frac: float = 2e-4

@@ -1,4 +1,4 @@
-"""The policy update: epochs of minibatches, one optimizer step each, guarded before it is taken."""
+"""The policy update: epochs and minibatches, one optimizer step each, guarded before it is taken."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megarl.algorithms import (
     token_weights,
     weighted_loss,
 )
+from megarl.common.log import get_logger
 from megarl.config.schema import AlgorithmConfig
 from megarl.trainer.experience import Experience
 from megarl.trainer.metrics import (
@@ -35,6 +36,8 @@ from megarl.trainer.metrics import (
 )
 from megarl.trainer.setup import Run
 from megarl.types import TokenScores, TrainBatch
+
+logger = get_logger(__name__)
 
 __all__ = ["UPDATE_METRICS", "GuardTripped", "add_log_probs", "update"]
 
@@ -55,13 +58,15 @@ UPDATE_METRICS: dict[str, Reducer] = {
 
 
 class GuardTripped(RuntimeError):
-    """An invariant of the update does not hold; the update that showed it changed no weight."""
+    """An invariant of the update does not hold; no weight was changed by the update that showed it."""
 
 
 def add_log_probs(run: Run, experience: Experience) -> None:
-    """Fill old_log_probs (when a step has several updates) and ref_log_probs (with a reference).
+    """Fill old_log_probs (when a step has several updates) and ref_log_probs (when there is a
+    reference).
 
-    With one update per step the current log-probs are the old ones; no extra forward pass is made.
+    With one update per step the current log-probs are the old ones and no extra forward pass is
+    made.
     """
     cfg, temperature = run.config.algorithm, run.config.rollout.temperature
     batches = experience.batches
@@ -218,16 +223,29 @@ def update(run: Run, experience: Experience) -> dict[str, float]:
     """
     history: list[Values] = []
     last: dict[str, float] = {}
-    for _ in range(run.config.algorithm.num_epochs):
+    has_moved = False  # an update of this step changed the weights
+    for epoch in range(run.config.algorithm.num_epochs):
         for batches in experience.minibatches:
             # the version of the weights counts steps: a seed of its own for every update of the run
             seed = run.config.trainer.seed + (run.weight_version << 16) + len(history)
             values, last = _update_once(run, batches, seed=seed)
             history.append(values)
+            if epoch and has_moved and is_on_policy(values):
+                logger.warning(
+                    "epoch %d: every ratio is exactly 1 although the weights changed; "
+                    "old_log_probs are those of the current weights", epoch + 1,
+                )  # fmt: skip
+            has_moved |= last["update/grad_norm"] > 0 and last["update/lr"] > 0
     metrics = to_floats(combine(history, UPDATE_METRICS), UPDATE_METRICS)
     for name in (n for n, reducer in UPDATE_METRICS.items() if reducer == "sum"):
         metrics[name] /= len(history)
     return {**metrics, **last}
+
+
+def is_on_policy(values: Values) -> bool:
+    """Whether there are trained tokens and all of them have a ratio of exactly 1."""
+    ratio, count = values["update/ratio"].tolist()
+    return count > 0 and ratio == count and float(values["update/ppo_kl"][0]) == 0.0
 
 
 def _update_once(
@@ -253,9 +271,8 @@ def _update_once(
 
 
 def _check(metrics: dict[str, float], max_log_prob_diff: float | None) -> None:
-    """Stop before the optimizer when the numbers cannot be right.
-
-    Metrics are equal on all ranks, so all stop.
+    """Stop before the optimizer when the numbers cannot be right. Metrics are equal on all ranks,
+    so all stop.
     """
     if not isfinite(metrics["update/loss"]):
         raise GuardTripped(
@@ -265,6 +282,5 @@ def _check(metrics: dict[str, float], max_log_prob_diff: float | None) -> None:
     if max_log_prob_diff is not None and not diff <= max_log_prob_diff:
         raise GuardTripped(
             f"engine and trainer differ by {diff:.3g} in the log-prob of a token, more than "
-            f"rollout.max_log_prob_diff={max_log_prob_diff}: "
-            "their weights, masks or numerics are not the same"
+            f"rollout.max_log_prob_diff={max_log_prob_diff}: their weights, masks or numerics are not the same"
         )

@@ -1,6 +1,4 @@
-"""Losses on the probability ratio: PPO and its relatives, whose clip or gate removes the
-gradient.
-"""
+"""Losses on the probability ratio: PPO and those whose clip or gate ends the gradient."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ def ppo_clip(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
     """PPO's clipped surrogate, -min(rA, clip(r, 1-low, 1+high)A), bounded by -dual*A where A < 0.
 
     PPO, https://arxiv.org/abs/1707.06347, eq. 7; dual clip, https://arxiv.org/abs/1912.09729, eq.
-    5;
-    separate bounds, DAPO, https://arxiv.org/abs/2503.14476. Reads clip_low, clip_high, clip_dual.
+    5; separate bounds, DAPO, https://arxiv.org/abs/2503.14476. Reads clip_low, clip_high,
+    clip_dual.
     """
     advantages, ratio = tokens.advantages, log_ratio(tokens).exp()
     plain = -advantages * ratio

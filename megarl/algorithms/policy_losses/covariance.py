@@ -36,7 +36,8 @@ def select_clip_cov(
 
     Args:
         log_probs, old_log_probs, advantages: [N], all trained tokens of the minibatch, in an order
-            that does not depend on how it is split.
+            that
+            does not depend on how it is split.
         seed: of the draw.
 
     Returns:
@@ -82,9 +83,7 @@ def _selected(tokens: LossInputs) -> torch.Tensor:
 
 
 def clip_cov(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
-    """PPO's clip without dual clip; a selected token has loss 0. Reads clip_low, clip_high,
-    cov_*.
-    """
+    """PPO's clip without dual clip; 0 on a selected token. Reads clip_low, clip_high, cov_*."""
     selected, ratio = _selected(tokens), log_ratio(tokens).exp()
     plain = -tokens.advantages * ratio
     clipped = -tokens.advantages * clip_range(ratio, settings)

@@ -18,8 +18,7 @@ def clean(tokens: LossInputs) -> LossInputs:
     """The inputs with 0 under the mask.
 
     Masking the result alone is not enough: where a masked token is NaN, the derivative inside is
-        NaN, and
-    0 * NaN would reach the model.
+    NaN, and 0 * NaN would reach the model.
     """
     mask = tokens.response_mask
     return replace(

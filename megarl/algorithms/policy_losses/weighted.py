@@ -1,5 +1,5 @@
-"""Losses on log pi, weighted by a constant: the gradient is weight * A * grad log pi and nothing
-is clipped away.
+"""Losses on log pi, weighted by a constant: the gradient is weight * A * grad log pi and nothing is
+clipped away.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def _token_loss(
 
 
 def reinforce(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
-    """-A log pi. Williams 1992, https://doi.org/10.1007/BF00992696; the loss of GPG, https://arxiv.org/abs/2504.02546."""
+    """-A log pi. Williams 1992, https://doi.org/10.1007/BF00992696; the loss of GPG,
+    https://arxiv.org/abs/2504.02546.
+    """
     ratio = log_ratio(tokens).detach().exp()
     never = torch.zeros_like(ratio)
     return _token_loss(-tokens.advantages * tokens.log_probs, ratio, never, never)
@@ -44,8 +46,7 @@ def dppo_tv(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
     pushes it, else 0.
 
     Too far: pi - pi_old > high where A > 0, < -low elsewhere (total variation of "this token or
-        another").
-    DPPO, https://arxiv.org/abs/2602.04879. Reads clip_low, clip_high: bounds on the
+    another"). DPPO, https://arxiv.org/abs/2602.04879. Reads clip_low, clip_high: bounds on the
     probability difference, and clip_dual (20 is usual).
     """
     moved = tokens.log_probs.detach().exp() - tokens.old_log_probs.exp()
@@ -59,9 +60,8 @@ def dppo_kl(tokens: LossInputs, settings: LossSettings) -> TokenLoss:
     """DPPO with the KL of "this token or another" as its measure of distance.
 
     Too far: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) > high where A > 0 and p
-        > p_old, or
-    > low where A <= 0 and p < p_old. https://arxiv.org/abs/2602.04879. Reads clip_low, clip_high:
-    bounds on that KL, and clip_dual.
+    > p_old, or > low where A <= 0 and p < p_old. https://arxiv.org/abs/2602.04879. Reads clip_low,
+    clip_high: bounds on that KL, and clip_dual.
     """
     log_p, log_q = tokens.log_probs.detach(), tokens.old_log_probs
     p, q = log_p.exp(), log_q.exp()

@@ -45,9 +45,7 @@ def test_tool_tokens_do_not_decay_credit() -> None:
 
 
 def test_a_truncated_response_bootstraps_and_a_terminated_one_does_not() -> None:
-    """Both: r 0, V .5; the first goes on with value 2: A = .9 * 2 - .5, the second ends: A =
-    -.5.
-    """
+    """Both: r 0, V .5; the first goes on at value 2, A = .9 * 2 - .5; the second ends, A = -.5."""
     advantages, returns = gae(
         tensor(0, 0), tensor(0.5, 0.5), tensor(1, 1), torch.tensor([0, 1, 2]), gamma=0.9, lam=1,
         bootstrap_values=tensor(2, 0),
