@@ -1,4 +1,4 @@
-"""The policy update: epochs and minibatches, one optimizer step each, guarded before it is taken."""
+"""The policy update: epochs of minibatches, one guarded optimizer step each."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ UPDATE_METRICS: dict[str, Reducer] = {
 
 
 class GuardTripped(RuntimeError):
-    """An invariant of the update does not hold; no weight was changed by the update that showed it."""
+    """An invariant of the update does not hold; that update changed no weight."""
 
 
 def add_log_probs(run: Run, experience: Experience) -> None:
@@ -282,5 +282,6 @@ def _check(metrics: dict[str, float], max_log_prob_diff: float | None) -> None:
     if max_log_prob_diff is not None and not diff <= max_log_prob_diff:
         raise GuardTripped(
             f"engine and trainer differ by {diff:.3g} in the log-prob of a token, more than "
-            f"rollout.max_log_prob_diff={max_log_prob_diff}: their weights, masks or numerics are not the same"
+            f"rollout.max_log_prob_diff={max_log_prob_diff}: their weights, masks or numerics "
+            "are not the same"
         )

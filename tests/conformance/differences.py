@@ -29,7 +29,8 @@ class Difference:
     pattern: str  # of ids
     reason: str
     right: Callable[[Case], Any]  # the whole right output, shaped like the case's
-    # where `right` does not build on the file's output: the reference's number with its fault. The file
+    # where `right` does not build on the file's output: the reference's number with its fault. The
+    # file
     # must hold it, else the difference is not the one described here.
     theirs: Callable[[Case], Any] | None = None
 
@@ -228,22 +229,42 @@ DIFFERENCES = (
     Difference("gpg*", ONE, _singles_zero),
     Difference("otb/*", ONE + "; " + HOLES, _singles_zero),
     Difference("tir_otb/*", ONE + "; " + HOLES, _singles_zero),
-    Difference("reinforce_plus_plus_baseline", ONE + ", before whitening", _baseline_whitened,
-               partial(_baseline_whitened, keeps_single=True)),
+    Difference(
+        "reinforce_plus_plus_baseline",
+        ONE + ", before whitening",
+        _baseline_whitened,
+        partial(_baseline_whitened, keeps_single=True),
+    ),
     Difference("gdpo", ONE + ", before whitening", _gdpo, partial(_gdpo, keeps_single=True)),
-    Difference("group_mean_std", "a group of one has its own mean and std 0, not 0 and 1", _group_mean_std),
-    Difference("masked_whiten", "0 outside the mask, where the reference leaves numbers", _zero_under_mask),
-    Difference("gae/*/response_mask/*", "0 after the last token (no padding here)", _zero_under_mask),
-    Difference("gae/rew_dense/response_mask_multiturn/*",
-               HOLES + "; a reward there is refused, so it is dropped first", _zero_under_mask),
+    Difference(
+        "group_mean_std", "a group of one has its own mean and std 0, not 0 and 1", _group_mean_std
+    ),
+    Difference(
+        "masked_whiten", "0 outside the mask, where the reference leaves numbers", _zero_under_mask
+    ),
+    Difference(
+        "gae/*/response_mask/*", "0 after the last token (no padding here)", _zero_under_mask
+    ),
+    Difference(
+        "gae/rew_dense/response_mask_multiturn/*",
+        HOLES + "; a reward there is refused, so it is dropped first",
+        _zero_under_mask,
+    ),
     Difference("gae*", HOLES, _zero_under_mask),
-    Difference("policy_loss/geo_mean*",
-               "clip fractions count tokens whose clip is in force; the reference counts every ratio "
-               "outside the bounds, also where the minimum takes the unclipped one", _geo_mean,
-               partial(_geo_mean, counts_all=True)),
-    Difference("rollout_rs/*k1*", "bounds are bounds on pi_train / pi_rollout; the reference applies them "
-               "to its inverse", rejection, partial(rejection, is_inverted=True)),
-)  # fmt: skip
+    Difference(
+        "policy_loss/geo_mean*",
+        "clip fractions count tokens whose clip is in force; the reference counts every ratio "
+        "outside the bounds, also where the minimum takes the unclipped one",
+        _geo_mean,
+        partial(_geo_mean, counts_all=True),
+    ),
+    Difference(
+        "rollout_rs/*k1*",
+        "bounds are bounds on pi_train / pi_rollout; the reference applies them to its inverse",
+        rejection,
+        partial(rejection, is_inverted=True),
+    ),
+)
 
 
 def find(case: Case) -> Difference | None:

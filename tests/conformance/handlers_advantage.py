@@ -211,13 +211,29 @@ def _adaptive(case: Case) -> Any:
 HANDLERS: dict[str, Callable[[Case], Any]] = {
     **dict.fromkeys(("gae", "gae_unwhitened"), _gae),
     **dict.fromkeys(
-        ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg",
-         "reinforce_plus_plus_baseline"), _outcome,
+        (
+            "grpo",
+            "grpo_vectorized",
+            "grpo_passk",
+            "rloo",
+            "rloo_vectorized",
+            "opo",
+            "gpg",
+            "reinforce_plus_plus_baseline",
+        ),
+        _outcome,
     ),
     **dict.fromkeys(("otb", "tir_otb"), _token_baseline),
     **dict.fromkeys(
-        ("masked_sum", "masked_mean", "masked_mean_axis", "masked_var_unbiased", "masked_var_biased",
-         "masked_whiten"), _masked,
+        (
+            "masked_sum",
+            "masked_mean",
+            "masked_mean_axis",
+            "masked_var_unbiased",
+            "masked_var_biased",
+            "masked_whiten",
+        ),
+        _masked,
     ),
     **dict.fromkeys(("kl_penalty", "kl_penalty_grad"), _kl_penalty),
     "reinforce_plus_plus": _reinforce_plus_plus,
@@ -226,4 +242,4 @@ HANDLERS: dict[str, Callable[[Case], Any]] = {
     "group_mean_std": _group_mean_std,
     "compute_rewards": _compute_rewards,
     "adaptive_kl_controller": _adaptive,
-}  # fmt: skip
+}
