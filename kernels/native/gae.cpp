@@ -11,45 +11,80 @@ struct State {
   A advantage, value;
 };
 
-// All tokens live. Deltas and returns vectorise; the chain between them is unrolled by four so that
-// a[t-4] waits for a[t] through one multiply-add only.
+// 64 bytes of tokens at once: log2(N) shifts compose a vector's tokens, then one multiply-add brings in
+// the state. GCC's vector types; narrower machines split them.
+template <class A>
+struct Scan {
+  static constexpr int N = 64 / sizeof(A), STEPS = sizeof(A) == 4 ? 4 : 3;
+  using Index = std::conditional_t<sizeof(A) == 4, int32_t, int64_t>;
+  typedef A Values __attribute__((vector_size(64)));
+  typedef Index Indices __attribute__((vector_size(64)));
+  A decay;
+  A power[STEPS];          // decay^1, 2, 4, ...
+  Indices shift[STEPS];    // lane i takes lane i + 1, 2, 4, ...; beyond the last it takes 0
+  Values carry;            // decay^(N - i)
+
+  explicit Scan(A k) : decay(k) {
+    A p = k;
+    for (int s = 0; s < STEPS; ++s, p *= p) {
+      power[s] = p;
+      for (int i = 0; i < N; ++i) shift[s][i] = i + (1 << s);
+    }
+    p = 1;
+    for (int i = N - 1; i >= 0; --i) carry[i] = p *= k;
+  }
+
+  // a[j] = d[j] + decay a[j + 1] for j = n - 1 .. 0, with a[n] given; returns a[0].
+  inline __attribute__((always_inline)) A run(const A* d, int64_t n, A a, A* out) const {
+    int64_t j = n - N;
+    const Values zero = {};
+    for (; j >= 0; j -= N) {
+      Values x;
+      memcpy(&x, d + j, sizeof x);
+      for (int s = 0; s < STEPS; ++s) x += power[s] * __builtin_shuffle(x, zero, shift[s]);
+      x += carry * a;
+      a = x[0];
+      memcpy(out + j, &x, sizeof x);
+    }
+    for (j += N - 1; j >= 0; --j) out[j] = a = d[j] + decay * a;
+    return a;
+  }
+};
+
+// All tokens live.
 template <class T, bool HAS_VALUES, class A>
-MEGARL_INLINE void live_block(const T* __restrict r, const T* __restrict v, int64_t n, A gamma, A decay,
-                              A* __restrict advantages, A* __restrict returns, State<A>& state) {
+MEGARL_INLINE void live_block(const T* __restrict r, const T* __restrict v, int64_t n, A gamma,
+                              const Scan<A>& scan, A* __restrict advantages, A* __restrict returns,
+                              State<A>& state) {
   A d[BLOCK];
   auto value = [&](int64_t j) { return HAS_VALUES ? A(load(v + j)) : A(0); };
   for (int64_t j = 0; j < n - 1; ++j) d[j] = load(r + j) + gamma * value(j + 1) - value(j);
   d[n - 1] = load(r + n - 1) + gamma * state.value - value(n - 1);
   state.value = value(0);
-  A a = state.advantage;
-  const A k1 = decay, k2 = k1 * k1, k3 = k2 * k1, k4 = k2 * k2;
-  int64_t j = n - 1;
-  for (; j >= 3; j -= 4) {
-    A d0 = d[j], d1 = d[j - 1] + k1 * d0, d2 = d[j - 2] + k1 * d1, d3 = d[j - 3] + k1 * d2;
-    advantages[j] = d0 + k1 * a;
-    advantages[j - 1] = d1 + k2 * a;
-    advantages[j - 2] = d2 + k3 * a;
-    a = d3 + k4 * a;
-    advantages[j - 3] = a;
-  }
-  for (; j >= 0; --j) advantages[j] = a = d[j] + k1 * a;
-  state.advantage = a;
+  state.advantage = scan.run(d, n, state.advantage, advantages);
   if (returns)
     for (int64_t i = 0; i < n; ++i) returns[i] = advantages[i] + value(i);
 }
 
+// Live tokens are moved together, without branches, and the results moved back.
 template <class T, bool HAS_VALUES, class A>
-void mixed_block(const T* r, const T* v, const uint8_t* mask, int64_t n, A gamma, A decay, A* advantages,
-                 A* returns, State<A>& state) {
-  for (int64_t j = n - 1; j >= 0; --j) {
-    advantages[j] = 0;
-    if (returns) returns[j] = 0;
-    if (!mask[j]) continue;
-    A value = HAS_VALUES ? A(load(v + j)) : A(0);
-    state.advantage = load(r + j) + gamma * state.value - value + decay * state.advantage;
-    state.value = value;
-    advantages[j] = state.advantage;
-    if (returns) returns[j] = state.advantage + value;
+void mixed_block(const T* r, const T* v, const uint8_t* mask, int64_t n, int64_t num_live, A gamma,
+                 const Scan<A>& scan, A* advantages, A* returns, State<A>& state) {
+  T live_r[BLOCK + 1], live_v[BLOCK + 1];
+  A live_advantages[BLOCK + 1], live_returns[BLOCK + 1];
+  for (int64_t j = 0, at = 0; j < n; ++j) {
+    live_r[at] = r[j];
+    if (HAS_VALUES) live_v[at] = v[j];
+    at += mask[j] != 0;
+  }
+  if (num_live)
+    live_block<T, HAS_VALUES>(live_r, live_v, num_live, gamma, scan, live_advantages, live_returns, state);
+  live_advantages[num_live] = live_returns[num_live] = 0;
+  for (int64_t j = 0, at = 0; j < n; ++j) {
+    const int64_t live = mask[j] != 0, from = num_live + (at - num_live) * live;  // the 0 behind all
+    advantages[j] = live_advantages[from];
+    if (returns) returns[j] = live_returns[from];
+    at += live;
   }
 }
 
@@ -58,7 +93,8 @@ void gae(const T* rewards, const T* values, const uint8_t* mask, const int32_t* 
          const typename Sum<T>::type* bootstrap, double gamma, double lam, typename Sum<T>::type* advantages,
          typename Sum<T>::type* returns, int64_t threads) {
   using A = typename Sum<T>::type;
-  const A g = gamma, decay = gamma * lam;
+  const A g = gamma;
+  const Scan<A> scan(gamma * lam);
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (cu_seqlens[num_seqs] > 16384)
   for (int64_t s = 0; s < num_seqs; ++s) {
     State<A> state{0, bootstrap ? bootstrap[s] : A(0)};
@@ -73,9 +109,10 @@ void gae(const T* rewards, const T* values, const uint8_t* mask, const int32_t* 
         for (int64_t j = 0; j < n; ++j) num_live += mask[b + j] != 0;
       }
       if (num_live == n)
-        live_block<T, HAS_VALUES>(rewards + b, v, n, g, decay, advantages + b, out, state);
+        live_block<T, HAS_VALUES>(rewards + b, v, n, g, scan, advantages + b, out, state);
       else
-        mixed_block<T, HAS_VALUES>(rewards + b, v, mask + b, n, g, decay, advantages + b, out, state);
+        mixed_block<T, HAS_VALUES>(rewards + b, v, mask + b, n, num_live, g, scan, advantages + b, out,
+                                   state);
     }
   }
 }

@@ -89,9 +89,9 @@ void gradient(const T* logits, int64_t stride, T* out, int64_t out_stride, int64
     const bool has_target = target >= 0 && target < num_columns;
     const A target_logit = has_target ? A(load(x + target)) : A(0);
     const A entropy = e == 0 ? A(0) : entropies[t];
-    auto log_p_of = [&](A logit) { return (logit - top) * scale - log_total; };
-    // -gradient without the target's own term
-    auto slope = [&](A p, A log_p) { return p * (g + e * ((log_p < lowest ? lowest : log_p) + entropy)); };
+    auto log_p_of = [=](A logit) { return (logit - top) * scale - log_total; };
+    // -gradient without the target's own term. By value: what a store might change stops vectorisation.
+    auto slope = [=](A p, A log_p) { return p * (g + e * ((log_p < lowest ? lowest : log_p) + entropy)); };
     if (e == 0) {
 #pragma omp simd
       for (int64_t j = 0; j < num_columns; ++j) store(d + j, -g * exp_negative(log_p_of(load(x + j))));
