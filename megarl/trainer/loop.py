@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megarl.common.timing import PhaseTimer
+from megarl.parallel import all_agree
 from megarl.rollout import SamplingParams
 from megarl.rollout.seeds import derive_seed
 from megarl.trainer.console import progress_line
@@ -34,6 +35,7 @@ def train_loop(run: Run) -> None:
             groups = generate(
                 run, prompts, sampling(run), name=f"rollout/{step}", seed=step_seed(run, step)
             )
+            sleep(run)
         with timer("reward"):
             score(run, groups)
         with timer("assemble"):
@@ -70,10 +72,21 @@ def step_seed(run: Run, step: int) -> int:
     return derive_seed(run.config.rollout.seed, step)
 
 
+def sleep(run: Run) -> None:
+    """Give the engines' memory to training; `sync_weights` takes it back in two parts."""
+    all_agree("putting the engine to sleep", lambda: run.engine.sleep() if run.engine else None)
+
+
 def sync_weights(run: Run, *, must_change: bool) -> None:
     """Push the actor's weights into every engine as the next version."""
+
+    def wake(tag: str) -> None:
+        all_agree("waking the engine", lambda: run.engine.wake((tag,)) if run.engine else None)
+
     run.weight_version += 1
+    wake("weights")
     run.push.push(run.actor.named_parameters(), version=run.weight_version, must_change=must_change)
+    wake("kv_cache")
 
 
 def describe(
