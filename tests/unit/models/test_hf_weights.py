@@ -77,9 +77,13 @@ def test_a_sharded_checkpoint_reads_like_a_single_file(folder: Path, tmp_path: P
 
 def test_a_copy_of_the_output_layer_in_a_tied_checkpoint_is_ignored(tmp_path: Path) -> None:
     folder = Path(make_model(tmp_path / "m", "llama", tied=True))
-    edit(folder, **{"lm_head.weight": torch.zeros(131, 32)})
     layout = layout_of(folder)
-    load_hf_weights(folder, layout, empty(layout))
+    without, with_copy = empty(layout), empty(layout)
+    load_hf_weights(folder, layout, without)
+    edit(folder, **{"lm_head.weight": torch.zeros(131, 32)})
+    load_hf_weights(folder, layout, with_copy)
+    assert without.keys() == with_copy.keys()
+    assert all(torch.equal(without[n], with_copy[n]) for n in without)
 
 
 def test_a_folder_without_safetensors_is_refused(folder: Path) -> None:
